@@ -69,9 +69,8 @@ float smear_gate(global const float* e, global const float* gate, int C, local f
 kernel void smear_forward(OUT(x), IN(before), IN(gate), IN(scale), int first, int queries, int C) {
     AT(x) AT(before) AT(gate) AT(scale)
     local float room[ITEMS];
-    if (first + GROUP % queries == 0) return;
     const ulong row = (ulong)GROUP * C;
-    const float g = smear_gate(before + row + C, gate, C, room);
+    const float value = smear_gate(before + row + C, gate, C, room), g = first + GROUP % queries == 0 ? 0 : value;
     for (int c = ITEM; c < C; c += ITEMS) x[row + c] += g * scale[c] * before[row + c];
 }
 kernel void smear_rows(OUT(g), OUT(dz), IN(dx), IN(before), IN(gate), IN(scale), int T, int C) {
