@@ -4,10 +4,10 @@
     table.py [--results results] [--tokens N] [--svg FILE]
 
 The tables: of each arm at its best rate the held-out loss over the seeds, mean and range, and what it cost, with all
-tokens and, where there are such runs, with half of them; the n-grams of the same text; the sweeps; the loss by the
-number of tokens in sight. The figure has the training loss
-over the tokens, the mean of the seeds, and the held-out loss behind each name. Each byte is seen once, but other parts
-of the same file were seen before, so the training loss is the lower one.
+tokens and, where there are such runs, with fewer, down to half of them; the n-grams of the same text; the sweeps; the
+loss by the number of tokens in sight. The figure has the training loss over the tokens, the mean of the seeds, and the
+held-out loss behind each name. Each byte is seen once, but other parts of the same file were seen before, so the
+training loss is the lower one.
 """
 import argparse
 import glob
@@ -52,7 +52,7 @@ def print_rows(head, rows):
 
 def print_tables(arms, shorter, ngrams):
     rows = []
-    for (name, rate), whole in list(arms.items()) + list(shorter.items()):
+    for (name, rate), whole in [entry for runs in [arms] + shorter for entry in runs.items()]:
         losses = [r["held_out_loss"] for r in whole]
         seconds = mean([r["processor_seconds"] for r in whole])
         rows.append([f"`{name}`", f"{whole[0]['tokens']:,}", f"{rate:g}", f"**{mean(losses):.4f}**",
@@ -159,7 +159,8 @@ def main():
         sys.exit(f"table.py: {a.results} has no result of run.py")
     tokens = a.tokens or max(run["tokens"] for run in runs)
     arms = by_arm(runs, tokens)
-    print_tables(arms, by_arm(runs, tokens // 2), load(a.results, "ngram_*"))
+    shorter = sorted({run["tokens"] for run in runs if tokens // 2 <= run["tokens"] < tokens}, reverse=True)
+    print_tables(arms, [by_arm(runs, n) for n in shorter], load(a.results, "ngram_*"))
     print_sweeps([run for run in runs if run["seed"] == SEED_OF_SWEEP and run["tokens"] == tokens // 4])
     best = best_rates(arms)
     if best:
