@@ -121,6 +121,13 @@ struct NotDeduced {
     using type = T;
 };
 
+// Products of matrices of one shape.
+struct Batch {
+    int count;
+    size_t a, b, c;  // elements from one matrix to the next
+    float beta = 1;  // what the addend is multiplied by
+};
+
 struct CudaRuntime {
     static constexpr size_t WORKSPACE = size_t(32) << 20;  // what NVIDIA recommends for cuBLASLt on sm_90
 
@@ -398,11 +405,6 @@ struct CudaRuntime {
     }
 
     // ----- matrix products.
-    struct Batch {
-        int count;
-        size_t a, b, c;  // elements from one matrix to the next
-        float beta = 1;  // what the addend is multiplied by
-    };
     // Tensor cores read rows in pieces of 16 bytes.
     static void check_aligned(size_t bytes, size_t element) {
         if (bytes % 16)
