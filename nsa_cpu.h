@@ -249,22 +249,26 @@ struct Cpu : HostRuntime, HostOptimiser<real_> {
 
     // out [D] = a head x [D]: normed if there is a gain, and rotated if it has a position
     void place_head(real* out, const real* x, const real* gain, bool rotated, int position, int D) const {
-        const real rstd = gain ? rstd_of(x, D) : real(1);
-        for (int i = 0; i < D; i++) out[i] = gain ? x[i] * rstd * gain[i] : x[i];
-        if (rotated) rotate(out, out, position, D, +1);
+        if (gain) {
+            const real rstd = rstd_of(x, D);
+            for (int i = 0; i < D; i++) out[i] = x[i] * rstd * gain[i];
+            x = out;
+        }
+        if (rotated) rotate(out, x, position, D, +1);
+        else if (!gain) std::copy_n(x, D, out);
     }
     // x = its gradient, dgain +=, from dout [D], which may not be written; turned [D] is scratch memory
     void place_head_backward(real* x, real* dgain, const real* dout, const real* gain, bool rotated, int position,
                              int D, real* turned) const {
-        std::copy_n(dout, D, turned);
-        if (rotated) rotate(turned, turned, position, D, -1);
-        const real rstd = gain ? rstd_of(x, D) : real(1),
-                   correction = gain ? correction_of(turned, x, rstd, gain, D) : 0;
-        for (int i = 0; gain && i < D; i++) {
+        real* const to = gain ? turned : x;
+        if (rotated) rotate(to, dout, position, D, -1);
+        else std::copy_n(dout, D, to);
+        if (!gain) return;
+        const real rstd = rstd_of(x, D), correction = correction_of(turned, x, rstd, gain, D);
+        for (int i = 0; i < D; i++) {
             dgain[i] += turned[i] * x[i] * rstd;
-            turned[i] = rstd * (turned[i] * gain[i] - x[i] * correction);
+            x[i] = rstd * (turned[i] * gain[i] - x[i] * correction);
         }
-        std::copy_n(turned, D, x);
     }
     // heads = projected, split up; queries and keys normed if there are gains, and rotated, gates through the sigmoid
     void split_heads_forward(Heads out, const real* projected, const real* gains, const NsaShape& s) {

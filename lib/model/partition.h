@@ -11,6 +11,12 @@
 
 #include "engine.h"
 
+// FLOPs of a step of Newton-Schulz on a matrix: two products of n^2 width multiply-adds, and one of n^3.
+inline double newton_schulz_step_flops(int64_t rows, int64_t columns) {
+    const double n = double(std::min(rows, columns)), width = double(std::max(rows, columns));
+    return 2 * n * n * (2 * width + n);
+}
+
 struct Piece {
     size_t begin, count;            // in the flat array
     size_t local;                   // where its master copy and its m begin in this rank's arrays
@@ -93,10 +99,7 @@ struct Partition {
     // The costliest matrix first, each to the rank that has least to do.
     void share_matrices() {
         std::vector<double> costs, of_rank(size_t(ranks), 0.0);
-        for (const Piece& m : matrices) {
-            const double n = double(std::min(m.rows, m.columns)), width = double(std::max(m.rows, m.columns));
-            costs.push_back(n * n * (2 * width + n));  // of a step of Newton-Schulz
-        }
+        for (const Piece& m : matrices) costs.push_back(newton_schulz_step_flops(m.rows, m.columns));
         std::vector<size_t> order(matrices.size());
         std::iota(order.begin(), order.end(), size_t(0));
         std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return costs[a] > costs[b]; });

@@ -14,6 +14,7 @@
 #include "../base/files.h"
 #include "../base/json.h"
 #include "../run/options.h"
+#include "../run/prompts.h"
 #include "../run/run_folder.h"
 #include "../base/safetensors.h"
 #include "../run/tensor_files.h"
@@ -130,9 +131,7 @@ template <class Tokenizer, class Table>
 void export_checkpoint(Config c) {
     const std::string to = c.out;
     const TrainedModel model = open_trained_model<Table>(c);
-    const std::unique_ptr<Tokenizer> tokenizer =
-        Tokenizer::find(c.tokenizer, c.vocab_dir, c.vocab_size, c.vocab_digest);
-    if (!tokenizer) fail_usage("export: --vocab-dir is missing: this model writes gpt2 tokens");
+    const std::unique_ptr<Tokenizer> tokenizer = tokenizer_of_model<Tokenizer>(c);
     const Table table(c);
     require_known_to_pytorch(table);
     const std::vector<TensorView> tensors = tensors_of_model(table, *model.weights);

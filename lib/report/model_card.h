@@ -102,9 +102,7 @@ inline std::string model_card(const Config& c, const std::string& checkpoint, co
            "tokenizer = AutoTokenizer.from_pretrained(\"" +
            name + "\")\nmodel = AutoModelForCausalLM.from_pretrained(\"" + name +
            "\", trust_remote_code=True)\n```\n`trust_remote_code` runs modeling_nsa.py of this folder: read it "
-           "first.\n\n"
-           "## Limits and licence\nA base model: it continues text and follows no instructions, and it repeats what "
-           "its "
-           "training text says, right or wrong.\nNo licence is stated here: whoever publishes the weights chooses one "
-           "that the training text allows.\n";
+           "first.\n\n## Limits and licence\nA base model: it continues text and follows no instructions, and it "
+           "repeats what its training text says, right or wrong.\nNo licence is stated here: whoever publishes the "
+           "weights chooses one that the training text allows.\n";
 }

@@ -253,6 +253,20 @@ ENGINE_TEST(muon_product) {
     }
 }
 
+// What an engine makes of x, and of its gradient, which may take the place of dout.
+template <class E>
+std::vector<typename E::Values> activation_outputs(typename E::Dev& dev, Activation f, const typename E::Values& x,
+                                                   const typename E::Values& dout) {
+    return in_every_order<E>([&]() -> std::vector<typename E::Values> {
+        const size_t count = x.size();
+        Reals<E> in(dev, x), out(dev, count), d(dev, dout), din(dev, count);
+        dev.activation_forward(f, out, in, count);
+        dev.activation_backward(f, din, d, in, count);
+        dev.activation_backward(f, d, d, in, count);  // in place
+        CHECK_SAME_BITS(d.host().data(), din.host().data(), count);
+        return {out.host(), din.host()};
+    });
+}
 ENGINE_TEST(activation_silu) {
     using Num = typename E::Num;
     const auto dev = E::open();
@@ -262,14 +276,7 @@ ENGINE_TEST(activation_silu) {
         const auto dout = E::random_reals(random, count);
         for (size_t i = 0; i < 400; i++) x[i] = E::as_real(-100 + 0.5 * double(i));
         x[400] = 0, x[401] = 1000, x[402] = -1000, x[403] = E::as_real(-0.0);
-        const auto outputs = in_every_order<E>([&]() -> std::vector<typename E::Values> {
-            Reals<E> in(*dev, x), out(*dev, count), d(*dev, dout), din(*dev, count);
-            dev->activation_forward(SILU, out, in, count);
-            dev->activation_backward(SILU, din, d, in, count);
-            dev->activation_backward(SILU, d, d, in, count);  // in place
-            CHECK_SAME_BITS(d.host().data(), din.host().data(), count);
-            return {out.host(), din.host()};
-        });
+        const auto outputs = activation_outputs<E>(*dev, SILU, x, dout);
         typename E::Nums expected, expected_dx;
         for (size_t i = 0; i < count; i++) {
             Num silu = oracle::silu(Num(x[i])), slope = oracle::silu_slope(Num(x[i]));
@@ -301,14 +308,7 @@ ENGINE_TEST(activation_relu2) {
         auto x = E::random_reals(random, count, 3);
         const auto dout = E::random_reals(random, count);
         x[0] = 0, x[1] = E::as_real(-0.0), x[2] = 1000, x[3] = -1000;
-        const auto outputs = in_every_order<E>([&]() -> std::vector<typename E::Values> {
-            Reals<E> in(*dev, x), out(*dev, count), d(*dev, dout), din(*dev, count);
-            dev->activation_forward(RELU2, out, in, count);
-            dev->activation_backward(RELU2, din, d, in, count);
-            dev->activation_backward(RELU2, d, d, in, count);  // in place
-            CHECK_SAME_BITS(d.host().data(), din.host().data(), count);
-            return {out.host(), din.host()};
-        });
+        const auto outputs = activation_outputs<E>(*dev, RELU2, x, dout);
         typename E::Nums expected, expected_dx;
         for (size_t i = 0; i < count; i++) {
             const Num positive(std::max<double>(x[i], 0));
