@@ -36,7 +36,9 @@ struct TokenizeFixture {
             CHECK_EQUAL(header[0], 20240520);
             CHECK_EQUAL(header[1], 1);
             CHECK_EQUAL(header[3], options.tokenizer == "bytes" ? 256 : 50257);
-            for (int j = 4; j < 256; j++) CHECK(header[j] == 0);
+            // CRC-32C of GPT-2's tokens in the order of encoder.json, each ended by a zero byte; from Python.
+            CHECK_EQUAL(uint32_t(header[4]), options.tokenizer == "bytes" ? 0u : 0x85b6f825u);
+            for (int j = 5; j < 256; j++) CHECK(header[j] == 0);
             CHECK_EQUAL(bytes.size(), 1024 + 2 * size_t(header[2]));
             CHECK(header[2] > 0 && header[2] <= options.shard_tokens);
             for (size_t j = 1024; j + 1 < bytes.size(); j += 2)
