@@ -9,9 +9,9 @@
 // The file reads in this order:  row operations (embedding to classifier)  ->  attention and selection
 // by plain kernels, which compute what the paper says in the fewest ideas  ->  heads and RoPE  ->  compression  ->  the
 // gated sum  ->  attention and selection on tensor cores  ->  struct Cuda, which launches them all. lib/cuda holds the
-// rest: common.cuh (the seam to CUDA), vectors.cuh (loads and stores), optimiser.cuh (AdamW, Muon), runtime.cuh
-// (memory, streams, cuBLASLt), tiles.cuh and attention_tiles.cuh (what the tensor-core kernels are built from),
-// attention_gathered.cuh (the selected branch for long sequences).
+// rest: common.cuh (the seam to CUDA), vectors.cuh (loads and stores), optimiser.cuh (AdamW and Muon, with their
+// launches), runtime.cuh (memory, streams, cuBLASLt), tiles.cuh and attention_tiles.cuh (what the tensor-core kernels
+// are built from), attention_gathered.cuh (the selected branch for long sequences).
 //
 // Precision. Parameters and activations are bf16, or fp32 when compiled with -DPRECISION_FP32; attention is then
 // computed by the plain kernels. All arithmetic is in fp32; statistics, the gradients of parameters, the optimiser's
@@ -1774,17 +1774,11 @@ inline void select_blocks(uint32_t* selection, float* chosen_importance, const b
 // The engine.
 // =====================================================================================================================
 
-struct Cuda : CudaRuntime {
-    using real = cuda_real;
-    using Stat = float;
-    using Grad = float;
-    using Master = float;
-    using Sum = double;
+struct Cuda : CudaOptimiser {
     static constexpr bool has_master = true;
     static constexpr bool on_host = false;
     static constexpr unsigned steps_ahead = 1;
     static constexpr int WIDE = kernels::WIDE;
-    static constexpr bool FP32 = std::is_same<real, float>::value;
 
     // Which rows of ATTENTION_KERNELS compute attention; choose_attention() sets both.
     bool plain_attention;
@@ -1794,15 +1788,13 @@ struct Cuda : CudaRuntime {
     static GpuSearch search() { return search_for_cuda(FP32); }
     static Versions versions() { return cuda_versions(); }
 
-    explicit Cuda(int device_index = 0, size_t workspace = WORKSPACE) : CudaRuntime(device_index, workspace, !FP32) {
-        sum_parts = allocate<double>(kernels::SUM_PARTS);
+    explicit Cuda(int device_index = 0, size_t workspace = WORKSPACE) : CudaOptimiser(device_index, workspace) {
         selected_choice = allocate<SelectedChoice>(1);
         zero(selected_choice, 1);
         choose_attention("auto");
     }
     ~Cuda() {
         cudaStreamSynchronize(stream);
-        release(sum_parts);
         release(selected_choice);
         release(rope_table);
         release(device_reads);
@@ -1940,76 +1932,6 @@ struct Cuda : CudaRuntime {
             launch<kernels::classifier_kernel<W()>>(unsigned(N), kernels::CLASSIFIER_THREADS, 0, stream, losses, logits,
                                                     targets, float(dloss), want_gradient, V, Vp);
         });
-    }
-
-    // ----- optimiser. lib/model/engine.h says what each operation computes.
-    void add_sum(double* total, const Stat* x, size_t count) {
-        with_width(is_wide(count, x), [&](auto W) {
-            // A short array has fewer parts: the others would be zeros.
-            const size_t full = (count + kernels::SUM_THREADS * W() - 1) / (kernels::SUM_THREADS * W());
-            const int parts = int(std::min<size_t>(kernels::SUM_PARTS, std::max<size_t>(1, full)));
-            launch<kernels::sum_parts_kernel<W()>>(unsigned(parts), kernels::SUM_THREADS, 0, stream, sum_parts, x,
-                                                   count);
-            launch<kernels::sum_total_kernel>(1, 32, 0, stream, total, (const double*)sum_parts, parts);
-        });
-    }
-    void chunk_squares(double* squares, const Grad* x, size_t total, size_t begin, size_t count) {
-        if (count)
-            launch<kernels::chunk_squares_kernel>(unsigned(count / CHUNK), kernels::SUM_THREADS, 0, stream, squares, x,
-                                                  total, begin / CHUNK);
-    }
-    void total_squares(double* sum, const double* squares, size_t chunks, const Grad* guard) {
-        launch<kernels::total_squares_kernel>(1, kernels::SUM_THREADS, 0, stream, sum, squares, chunks, guard);
-    }
-    template <class T>
-    void set_guard(T* guard, const double* loss) {
-        launch<kernels::set_guard_kernel<T>>(1, 32, 0, stream, guard, loss);
-    }
-    // AdamW (Loshchilov & Hutter 2019), decoupled decay, bias-corrected moments m, v. master is updated and rounded to
-    // param: in bf16 stochastically, by the random stream (RANDOM_ROUNDING, step) at h.offset + i, since rounding to
-    // the nearest bf16 would lose most updates.
-    void adamw(real* param, Master* master, Stat* m, Stat* v, const Grad* grad, const std::vector<AdamWSpan>& spans,
-               const HyperAdamW& h) {
-        if (spans.empty()) return;
-        size_t places = h.offset;  // the bits that any of them has
-        for (const AdamWSpan& span : spans) places |= span.begin | span.end;
-        with_width(is_wide(places, param, master, m, v, grad), [&](auto W) {
-            launch<kernels::adamw_kernel<W()>>(blocks_for(spans.back().end, 256 * W()), 256, 0, stream, param, master,
-                                               m, v, grad, on_device(spans), int(spans.size()),
-                                               AdamWConstants(h, h.lr / (1 - std::pow(h.beta1, double(h.step)))));
-        });
-    }
-    // Muon, lib/model/muon.h: a launch for all matrices of one shape.
-    void muon_momentum(Grad* direction, Stat* m, const Grad* grad, const MuonBatch& b, const HyperAdamW& h) {
-        launch<kernels::muon_momentum_kernel>(grid_of_batch(b, b.slot()), 256, 0, stream, direction, m, grad,
-                                              on_device(b.matrices), size_t(b.rows), size_t(b.columns), b.slot(),
-                                              AdamWConstants(h, 0));
-    }
-    void muon_normalise(real* y, const Grad* direction, const double* squares, double factor, const MuonBatch& b) {
-        launch<kernels::muon_normalise_kernel>(grid_of_batch(b, b.size()), 256, 0, stream, y, direction, squares,
-                                               factor, b.size(), b.slot());
-    }
-    void muon_apply(real* param, Master* master, const real* y, double step_size, const MuonBatch& b,
-                    const HyperAdamW& h) {
-        launch<kernels::muon_apply_kernel>(grid_of_batch(b, b.size()), 256, 0, stream, param, master, y,
-                                           on_device(b.matrices), size_t(b.rows), size_t(b.columns),
-                                           AdamWConstants(h, step_size));
-    }
-    void muon_product(real* out, const real* x, const real* y, bool transposed, const real* addend, double beta,
-                      int count, int M, int N, int K) {
-        const Batch batch = {count, size_t(M) * K, size_t(N) * K, size_t(M) * N, float(beta)};
-        if (transposed) gemm_nt({M, N, K}, x, size_t(K), y, size_t(K), addend, out, size_t(N), batch);
-        else gemm_nn({M, N, K}, x, size_t(K), y, size_t(N), addend, out, size_t(N), batch);
-    }
-    static dim3 grid_of_batch(const MuonBatch& b, size_t count) {
-        return dim3(blocks_for(count, 256), unsigned(b.matrices.size()));
-    }
-    // The parameters as adamw left them after this step, from the master copy alone, so that a resumed run goes on with
-    // the same bits. Arguments as in HyperAdamW.
-    void round_master(real* param, const Master* master, size_t count, uint64_t seed, int64_t step, size_t offset) {
-        if (count == 0) return;
-        launch<kernels::round_master_kernel>(blocks_for(count, 256), 256, 0, stream, param, master, count, seed,
-                                             random_stream(RANDOM_ROUNDING, uint64_t(step)), offset);
     }
 
     // ----- heads.
@@ -2225,7 +2147,6 @@ struct Cuda : CudaRuntime {
 
   private:
     const AttentionKernel* asked_kernel = nullptr;  // null: auto
-    double* sum_parts = nullptr;                    // of add_sum
     SelectedChoice* selected_choice = nullptr;
     float* rope_table = nullptr;
     int rope_positions = 0, rope_dim = 0, rope_base = 0;
@@ -2237,18 +2158,6 @@ struct Cuda : CudaRuntime {
         return {bytes ? scratch<char>(0, bytes) : nullptr, selected_choice};
     }
 #endif
-
-    // Whether rows of `width` elements that begin at these arrays can be read 16 bytes at a time.
-    template <class... T>
-    static bool is_wide(size_t width, const T*... arrays) {
-        return width % WIDE == 0 && ((reinterpret_cast<size_t>(arrays) % 16 == 0) && ...);
-    }
-    // launch_with(W), W a constant: the kernel for whole 16 bytes, or the one for single elements.
-    template <class F>
-    static void with_width(bool wide, F launch_with) {
-        if (wide) launch_with(std::integral_constant<int, WIDE>());
-        else launch_with(std::integral_constant<int, 1>());
-    }
 
     // Query heads, keys and values in a row of the projection
     static int head_units(const NsaShape& s) { return (s.projected() - s.gate_columns()) / s.D; }

@@ -1,5 +1,5 @@
-// optimiser.cuh: the kernels of an optimiser step, which struct Cuda in nsa_kernels.cuh launches: the sums of losses
-// and of squared gradients, then AdamW and Muon.
+// optimiser.cuh: the kernels of an optimiser step: the sums of losses and of squared gradients, then AdamW and Muon;
+// then struct CudaOptimiser, which launches them.
 #pragma once
 #include <cmath>
 #include <cstddef>
@@ -7,6 +7,7 @@
 
 #include "../model/engine.h"
 #include "common.cuh"
+#include "runtime.cuh"
 #include "vectors.cuh"
 
 struct AdamWConstants {
@@ -218,3 +219,93 @@ __global__ void round_master_kernel(cuda_real* param, const float* master, size_
 }
 
 }  // namespace kernels
+
+// What struct Cuda (nsa_kernels.cuh) has of an optimiser step; lib/model/engine.h says what each operation computes.
+struct CudaOptimiser : CudaRuntime {
+    using real = cuda_real;
+    using Stat = float;
+    using Grad = float;
+    using Master = float;
+    using Sum = double;
+    static constexpr bool FP32 = std::is_same<real, float>::value;
+
+    CudaOptimiser(int device_index, size_t workspace) : CudaRuntime(device_index, workspace, !FP32) {
+        sum_parts = allocate<double>(kernels::SUM_PARTS);
+    }
+    ~CudaOptimiser() {
+        cudaStreamSynchronize(stream);
+        release(sum_parts);
+    }
+
+    void add_sum(double* total, const Stat* x, size_t count) {
+        with_width(is_wide(count, x), [&](auto W) {
+            // A short array has fewer parts: the others would be zeros.
+            const size_t full = (count + kernels::SUM_THREADS * W() - 1) / (kernels::SUM_THREADS * W());
+            const int parts = int(std::min<size_t>(kernels::SUM_PARTS, std::max<size_t>(1, full)));
+            launch<kernels::sum_parts_kernel<W()>>(unsigned(parts), kernels::SUM_THREADS, 0, stream, sum_parts, x,
+                                                   count);
+            launch<kernels::sum_total_kernel>(1, 32, 0, stream, total, (const double*)sum_parts, parts);
+        });
+    }
+    void chunk_squares(double* squares, const Grad* x, size_t total, size_t begin, size_t count) {
+        if (count)
+            launch<kernels::chunk_squares_kernel>(unsigned(count / CHUNK), kernels::SUM_THREADS, 0, stream, squares, x,
+                                                  total, begin / CHUNK);
+    }
+    void total_squares(double* sum, const double* squares, size_t chunks, const Grad* guard) {
+        launch<kernels::total_squares_kernel>(1, kernels::SUM_THREADS, 0, stream, sum, squares, chunks, guard);
+    }
+    template <class T>
+    void set_guard(T* guard, const double* loss) {
+        launch<kernels::set_guard_kernel<T>>(1, 32, 0, stream, guard, loss);
+    }
+    // AdamW (Loshchilov & Hutter 2019), decoupled decay, bias-corrected moments m, v. master is updated and rounded to
+    // param: in bf16 stochastically, by the random stream (RANDOM_ROUNDING, step) at h.offset + i, since rounding to
+    // the nearest bf16 would lose most updates.
+    void adamw(real* param, Master* master, Stat* m, Stat* v, const Grad* grad, const std::vector<AdamWSpan>& spans,
+               const HyperAdamW& h) {
+        if (spans.empty()) return;
+        size_t places = h.offset;  // the bits that any of them has
+        for (const AdamWSpan& span : spans) places |= span.begin | span.end;
+        with_width(is_wide(places, param, master, m, v, grad), [&](auto W) {
+            launch<kernels::adamw_kernel<W()>>(blocks_for(spans.back().end, 256 * W()), 256, 0, stream, param, master,
+                                               m, v, grad, on_device(spans), int(spans.size()),
+                                               AdamWConstants(h, h.lr / (1 - std::pow(h.beta1, double(h.step)))));
+        });
+    }
+    // Muon, lib/model/muon.h: a launch for all matrices of one shape.
+    void muon_momentum(Grad* direction, Stat* m, const Grad* grad, const MuonBatch& b, const HyperAdamW& h) {
+        launch<kernels::muon_momentum_kernel>(grid_of_batch(b, b.slot()), 256, 0, stream, direction, m, grad,
+                                              on_device(b.matrices), size_t(b.rows), size_t(b.columns), b.slot(),
+                                              AdamWConstants(h, 0));
+    }
+    void muon_normalise(real* y, const Grad* direction, const double* squares, double factor, const MuonBatch& b) {
+        launch<kernels::muon_normalise_kernel>(grid_of_batch(b, b.size()), 256, 0, stream, y, direction, squares,
+                                               factor, b.size(), b.slot());
+    }
+    void muon_apply(real* param, Master* master, const real* y, double step_size, const MuonBatch& b,
+                    const HyperAdamW& h) {
+        launch<kernels::muon_apply_kernel>(grid_of_batch(b, b.size()), 256, 0, stream, param, master, y,
+                                           on_device(b.matrices), size_t(b.rows), size_t(b.columns),
+                                           AdamWConstants(h, step_size));
+    }
+    void muon_product(real* out, const real* x, const real* y, bool transposed, const real* addend, double beta,
+                      int count, int M, int N, int K) {
+        const Batch batch = {count, size_t(M) * K, size_t(N) * K, size_t(M) * N, float(beta)};
+        if (transposed) gemm_nt({M, N, K}, x, size_t(K), y, size_t(K), addend, out, size_t(N), batch);
+        else gemm_nn({M, N, K}, x, size_t(K), y, size_t(N), addend, out, size_t(N), batch);
+    }
+    // The parameters as adamw left them after this step, from the master copy alone, so that a resumed run goes on with
+    // the same bits. Arguments as in HyperAdamW.
+    void round_master(real* param, const Master* master, size_t count, uint64_t seed, int64_t step, size_t offset) {
+        if (count == 0) return;
+        launch<kernels::round_master_kernel>(blocks_for(count, 256), 256, 0, stream, param, master, count, seed,
+                                             random_stream(RANDOM_ROUNDING, uint64_t(step)), offset);
+    }
+
+  private:
+    double* sum_parts;  // of add_sum
+    static dim3 grid_of_batch(const MuonBatch& b, size_t count) {
+        return dim3(blocks_for(count, 256), unsigned(b.matrices.size()));
+    }
+};

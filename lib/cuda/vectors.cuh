@@ -3,6 +3,7 @@
 #pragma once
 #include <cstddef>
 #include <cstring>
+#include <type_traits>
 
 #include "common.cuh"
 
@@ -105,3 +106,17 @@ __device__ inline float sigmoid(float x) {
 __device__ inline float exp_approx(float x) { return exp2_approx(x * LOG2_E); }
 
 }  // namespace kernels
+
+// For launches.
+
+// Whether rows of `width` elements that begin at these arrays can be read 16 bytes at a time.
+template <class... T>
+inline bool is_wide(size_t width, const T*... arrays) {
+    return width % kernels::WIDE == 0 && ((reinterpret_cast<size_t>(arrays) % 16 == 0) && ...);
+}
+// launch_with(W), W a constant: the kernel for whole 16 bytes, or the one for single elements.
+template <class F>
+inline void with_width(bool wide, F launch_with) {
+    if (wide) launch_with(std::integral_constant<int, kernels::WIDE>());
+    else launch_with(std::integral_constant<int, 1>());
+}
