@@ -89,7 +89,9 @@ fi
 place=${TMPDIR:-/tmp}
 if [ "$(df --output=avail -k /dev/shm 2>/dev/null | tail -n 1)" -gt 16000000 ] 2>/dev/null; then place=/dev/shm; fi
 work=$(mktemp -d -p "$place")
-trap 'rm -rf "$work"' EXIT
+# Here alone: a child that is killed between fork and exec, as the watcher of a short part may be, runs this trap too.
+# There bash takes a test for false, whatever it says, so it has to be the folder's removal that needs a true one.
+trap 'if [ "$BASHPID" = $$ ]; then rm -rf "$work"; fi' EXIT
 folder=${OUT:-dev/results}
 [ -n "$dry" ] && folder=$work
 mkdir -p "$folder"

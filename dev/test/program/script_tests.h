@@ -478,6 +478,16 @@ TEST_LONG(run_gpu_check_stops_what_takes_too_long) {
               .find("unknown intrinsic\n-- again, for a plainer processor\nbuilt: -j2 MARCH=x86-64-v3 "
                     "train_nsa build/test_device\n") != std::string::npos);
 }
+// A child that is killed before it has become another program runs its shell's trap, which must not take the folder of
+// all parts away: on a busy machine that is the watcher of a part that ends at once. One of 50 would have.
+TEST(run_gpu_check_keeps_its_folder) {
+    script_tests::Machine machine;
+    machine.bash(R"sh(mkdir work; work=$PWD/work
+        eval "$(grep '^trap ' dev/gpu_check.sh)"
+        for ((i = 0; i < 50; i++)); do sleep 5 & kill $!; wait $! || :; [ -d work ]; done 2>/dev/null
+    )sh");
+    CHECK(!std::filesystem::exists(machine.folder.file("work")));
+}
 // A test that hangs or crashes costs its group its seconds, the tests that did not pass are run again alone, and the
 // next part has its turn. Seconds given to `timeout` count as a fortieth here.
 TEST_LONG(run_gpu_check_goes_on_after_a_hang) {
