@@ -135,32 +135,59 @@ __global__ void __launch_bounds__(NORM_ROWS * 32)
     if (lane == 0) rstd[n] = s;
 }
 
-// dx += rstd * (g - x * rstd^2 * mean(g * x)),  g = dout * weight
+// A block's sums over rows, with one owner for each: every warp has `width` of its own in shared memory.
+struct WarpSums {
+    int width;
+    float *all, *own;
+    __device__ WarpSums(DynamicShared& shared, int width) : width(width) {
+        all = shared.take<float>(size_t(blockDim.x) / 32 * width);
+        own = all + threadIdx.x / 32 * width;
+        for (int i = threadIdx.x % 32; i < width; i += 32) own[i] = 0;
+        __syncwarp();
+    }
+    // partial [blocks, width]: the block's row = the sum over its warps
+    __device__ void store(float* partial) const {
+        __syncthreads();
+        for (int i = threadIdx.x; i < width; i += int(blockDim.x)) {
+            float sum = 0;
+            for (int warp = 0; warp < int(blockDim.x) / 32; warp++) sum += all[warp * width + i];
+            partial[size_t(blockIdx.x) * width + i] = sum;
+        }
+    }
+};
+
+// dx += rstd * (g - x * rstd^2 * mean(g * x)),  g = dout * weight, and dout * x * rstd, summed over the block's
+// `rows` rows, in partial [blocks, C]. What a row is read for a second time is still in the caches.
 template <int W>
 __global__ void __launch_bounds__(NORM_ROWS * 32)
-    rmsnorm_backward_kernel(cuda_real* dx, const cuda_real* dout, const cuda_real* x, const float* rstd,
-                            const cuda_real* weight, int N, int C) {
-    const int n = blockIdx.x * NORM_ROWS + threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (n >= N) return;
-    x += size_t(n) * C;
-    dx += size_t(n) * C;
-    dout += size_t(n) * C;
-    float dot = 0, a[W], d[W], g[W], sum[W];
-    for (int c = lane * W; c < C; c += 32 * W) {
-        load(a, x + c);
-        load(d, dout + c);
-        load(g, weight + c);
-        for (int k = 0; k < W; k++) dot += d[k] * g[k] * a[k];
+    rmsnorm_backward_kernel(cuda_real* dx, float* partial, const cuda_real* dout, const cuda_real* x, const float* rstd,
+                            const cuda_real* weight, int N, int C, int rows) {
+    DynamicShared shared;
+    const WarpSums dweight(shared, C);
+    const int begin = int(blockIdx.x) * rows, end = min(N, begin + rows), lane = threadIdx.x % 32;
+    for (int n = begin + int(threadIdx.x) / 32; n < end; n += int(blockDim.x) / 32) {
+        const size_t row = size_t(n) * C;
+        float dot = 0, a[W], d[W], g[W], sum[W];
+        for (int c = lane * W; c < C; c += 32 * W) {
+            load(a, x + row + c);
+            load(d, dout + row + c);
+            load(g, weight + c);
+            for (int k = 0; k < W; k++) dot += d[k] * g[k] * a[k];
+        }
+        const float s = rstd[n], correction = lane_sum(dot) * s * s / C;
+        for (int c = lane * W; c < C; c += 32 * W) {
+            load(a, x + row + c);
+            load(d, dout + row + c);
+            load(g, weight + c);
+            load(sum, dx + row + c);
+            for (int k = 0; k < W; k++) sum[k] += s * (d[k] * g[k] - a[k] * correction);
+            store(dx + row + c, sum);
+            load(sum, dweight.own + c);
+            for (int k = 0; k < W; k++) sum[k] += d[k] * a[k] * s;
+            store(dweight.own + c, sum);
+        }
     }
-    const float s = rstd[n], correction = lane_sum(dot) * s * s / C;
-    for (int c = lane * W; c < C; c += 32 * W) {
-        load(a, x + c);
-        load(d, dout + c);
-        load(g, weight + c);
-        load(sum, dx + c);
-        for (int k = 0; k < W; k++) sum[k] += s * (d[k] * g[k] - a[k] * correction);
-        store(dx + c, sum);
-    }
+    dweight.store(partial);
 }
 
 // Smear, one warp per row of C: x[t] += g[t] * (scale o e[t-1]) with e = embed[token], g[t] = sigmoid(gate . e[t]).
@@ -243,17 +270,6 @@ struct FirstPartOf {  // every block's gradient once: column 0 of each `parts` c
     template <int W>
     __device__ void load_terms(float (&term)[W], int n, int c, int C) const {
         for (int k = 0; k < W; k++) term[k] = float(x[(size_t(n) * C + c + k) * parts]);
-    }
-};
-struct NormWeightGradient {  // dout * x * rstd
-    const cuda_real *dout, *x;
-    const float* rstd;
-    template <int W>
-    __device__ void load_terms(float (&term)[W], int n, int c, int C) const {
-        float a[W];
-        load(term, dout + size_t(n) * C + c);
-        load(a, x + size_t(n) * C + c);
-        for (int k = 0; k < W; k++) term[k] *= a[k] * rstd[n];
     }
 };
 struct SmearGateGradient {  // dz[t] e[t]
@@ -882,15 +898,13 @@ __global__ void __launch_bounds__(NORMED_WARPS * 32)
     }
 }
 // In dprojected, which holds what was projected, and in partial [blocks, s.gain_rows(), D] = the gains' gradients, a
-// block's `tokens` summed. Shared: sums [NORMED_WARPS, s.gain_rows(), D].
+// block's `tokens` summed.
 __global__ void __launch_bounds__(NORMED_WARPS * 32)
     normed_heads_backward_kernel(cuda_real* dprojected, float* partial, HeadGradientPointers d, const cuda_real* gains,
                                  Rope rope, NsaShape s, int P, int tokens) {
     DynamicShared shared;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, half = s.D / 2, width = s.gain_rows() * s.D;
-    float *const sums = shared.take<float>(NORMED_WARPS * width), *const own = sums + warp * width;
-    for (int i = lane; i < width; i += 32) own[i] = 0;
-    __syncwarp();
+    const WarpSums dgains(shared, s.gain_rows() * s.D);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, half = s.D / 2;
     const int begin = blockIdx.x * tokens, end = min(s.B * s.T, begin + tokens);
     for (int n = begin; n < end; n++)
         for (int head = warp; head < NormedHead::count(s); head += NORMED_WARPS) {
@@ -898,7 +912,7 @@ __global__ void __launch_bounds__(NORMED_WARPS * 32)
             const HeadPlace place(at.unit, n / s.T, n % s.T, s);
             cuda_real* x = dprojected + size_t(n) * P + at.unit * s.D;
             const cuda_real* gain = gains + at.gain_row * s.D;
-            float* const dgain = own + at.gain_row * s.D;
+            float* const dgain = dgains.own + at.gain_row * s.D;
             const auto load_gradient = [&](float(&low)[1], float(&high)[1], int i) {
                 const size_t from = place.row * s.D + i;
                 low[0] = place.query ? d.q[from] : float(d.kv(place.slot)[from]);
@@ -922,12 +936,7 @@ __global__ void __launch_bounds__(NORMED_WARPS * 32)
                 x[half + i] = cuda_real(rstd * (high[0] * float(gain[half + i]) - b * correction));
             }
         }
-    __syncthreads();
-    for (int i = threadIdx.x; i < width; i += NORMED_WARPS * 32) {
-        float sum = 0;
-        for (int w = 0; w < NORMED_WARPS; w++) sum += sums[w * width + i];
-        partial[size_t(blockIdx.x) * width + i] = sum;
-    }
+    dgains.store(partial);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1880,14 +1889,20 @@ struct Cuda : CudaOptimiser {
     // dx += rstd * (g - x * rstd^2 * mean(g * x)) with g = dout * weight;  dweight += sum over rows of dout * x * rstd
     void rmsnorm_backward(real* dx, Grad* dweight, const real* dout, const real* x, const Stat* rstd,
                           const real* weight, int N, int C) {
+        // As many warps as have room for their sums in the 48 KiB that every GPU grants, and at least one.
+        const int warps = std::max(1, std::min(kernels::NORM_ROWS, 12 * 1024 / C));
+        const int rows = std::max(warps, (N + 511) / 512), blocks = (N + rows - 1) / rows;
+        const size_t bytes = shared_bytes({size_t(warps) * C * sizeof(float)});
+        if (bytes > most_shared_of_device())
+            fail_usage("--dim %d: RMSNorm's gradient takes %zu bytes of shared memory, this GPU has %zu; choose less",
+                       C, bytes, most_shared_of_device());
+        float* partial = scratch<float>(SCRATCH_SLOTS - 1, size_t(blocks) * C);
         with_width(is_wide(C, dx, dout, x, weight), [&](auto W) {
-            launch<kernels::rmsnorm_backward_kernel<W()>>(blocks_for(size_t(N), kernels::NORM_ROWS),
-                                                          kernels::NORM_ROWS * 32, 0, stream, dx, dout, x, rstd, weight,
-                                                          N, C);
+            launch<kernels::rmsnorm_backward_kernel<W()>>(unsigned(blocks), unsigned(warps * 32), bytes, stream, dx,
+                                                          partial, dout, x, rstd, weight, N, C, rows);
         });
-        with_width(is_wide(C, dout, x), [&](auto W) {
-            add_column_sums<W()>(dweight, kernels::NormWeightGradient{dout, x, rstd}, N, C);
-        });
+        launch<kernels::column_totals_kernel>(blocks_for(size_t(C), 32), 256, 0, stream, dweight, (const float*)partial,
+                                              blocks, C);
     }
 
     // ----- linear layers, weight [OC, C].

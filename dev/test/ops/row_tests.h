@@ -110,8 +110,15 @@ ENGINE_TEST(rmsnorm) {
     for (const int C : {1, 2, 63, 64, 65, 264, 768}) check_rmsnorm<E>(18, C);
     for (const auto& [N, C] : {std::array<int, 2>{1, 1}, {9, 8}, {37, 63}, {150, 24}, {3, 1032}, {5, 333}})
         check_rmsnorm<E>(N, C);
-    // dweight is summed in parts: of 64 rows on the CPU, of more than 16 on a GPU that has very many rows
-    for (const auto& [N, C] : {std::array<int, 2>{64, 33}, {200, 33}, {129, 20}, {512 * 16 + 5, 8}})
+    // dweight is summed in parts: of 64 rows on the CPU, of more than 8 on a GPU that has very many rows, whose warps
+    // take one after the other; wide rows have fewer warps, and the widest more shared memory than is there unasked
+    for (const auto& [N, C] : {std::array<int, 2>{64, 33},
+                               {200, 33},
+                               {129, 20},
+                               {512 * 8 + 5, 8},
+                               {512 * 24 + 7, 8},
+                               {23, 2056},
+                               {3, 12296}})
         check_rmsnorm<E>(N, C);
 }
 
