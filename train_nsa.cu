@@ -1186,7 +1186,7 @@ static int run_check(const Config& c, World& world) {
         print_build(r);
         data_are_good = check_data<Tokenizer>(c.vocab_dir, open_shards);
         print_needs_of<Model<Engine>, Activations<Engine>, TensorTable>(c.model, dev);
-        print_products_of<TensorTable>(c.model, dev);
+        print_products_of<Activations<Engine>>(c.model, dev);
     });
     return check_gradients<SelfTest>() && data_are_good ? 0 : 1;
 }

@@ -88,16 +88,22 @@ void print_needs_of(const std::string& preset, Dev& dev) {
 }
 
 // How the engine computes what takes most of a step of that preset: its linear layers, where there are several ways.
-template <class Table, class Dev>
-void print_products_of(const std::string& preset, Dev& dev) {
+// The projection to queries, keys, values and gates is one product, and the classifier multiplies a chunk of rows at a
+// time.
+template <class Activations, class Dev>
+void print_products_of(const std::string& preset, Dev& dev, std::FILE* out = stdout) {
     const Config c = options_of("--model " + preset);
-    const int N = int(preset_of(c).batch * c.seq_len), C = int(c.dim), M = int(c.mlp_hidden),
-              P = int(c.heads * c.head_dim), V = int(Table(c).padded_vocab);
+    const Activations a(dev, c, preset_of(c).batch, c.seq_len, TRAINING, 0, true);
+    const int N = a.shape.B * a.shape.T, C = int(a.C), M = int(a.M);
     const struct {
         const char* name;
-        int in, out;
-    } layers[] = {{"attn.o_proj", P, C}, {"mlp.fc1", C, M}, {"mlp.fc2", M, C}, {"embed_tokens", C, V}};
+        int rows, in, out;
+    } layers[] = {{"attn.qkv", N, C, a.shape.projected()},
+                  {"attn.o_proj", N, a.shape.H * a.shape.D, C},
+                  {"mlp.fc1", N, C, M},
+                  {"mlp.fc2", N, M, C},
+                  {"embed_tokens", int(a.logit_rows), C, int(a.Vp)}};
     for (const auto& layer : layers)
-        for (const std::string& text : dev.describe_products(N, layer.in, layer.out))
-            std::printf("  %-12s %s\n", layer.name, text.c_str());
+        for (const std::string& text : dev.describe_products(layer.rows, layer.in, layer.out))
+            std::fprintf(out, "  %-12s %s\n", layer.name, text.c_str());
 }

@@ -614,6 +614,24 @@ TEST(cuda_bench_step_is_counted) {
     CHECK(all > 0);
     CHECK_NEAR(us, all, 2);
 }
+// `check` names the algorithm of each product that a step of a preset computes.
+TEST(cuda_bench_check_names_every_product) {
+    Config c = options_of("--model 125m");
+    c.batch = preset_of(c).batch;
+    Cuda dev(0, size_t(1) << 20);
+    const bench_tests::Report report;
+    print_products_of<Activations<Cuda>>("125m", dev, report.file);
+    const std::string text = report.text();
+    size_t products = 0;
+    for (const auto& [name, time] : count_step(c)) {
+        if (name.compare(0, 8, "product ")) continue;
+        products++;
+        tests().checks++;
+        if (text.find(" " + name.substr(8) + ": algorithm ") == std::string::npos)
+            check_failed(__FILE__, __LINE__, "no %s in\n%s", name.c_str(), text.c_str());
+    }
+    CHECK_EQUAL(products, size_t(15));  // five matrices, three products each
+}
 #endif
 // Full attention has names of its own, and so has a step that computes again what was not kept.
 TEST(cuda_bench_full_step_runs) {
