@@ -23,7 +23,9 @@
 #     * shapes      tokens/s and MFU of 125m at 16 x 1024, 16 x 2048, 32 x 1024 and 4 x 8192
 #     * gaps        every kernel of one step in Nsight Compute; their sum against the step's time shows the gaps between
 #                   them (skipped without ncu). <gpu>-<date>-kernels.csv keeps what ncu wrote
-#     * published   attention in the shape for which others have published times, theirs and the predicted beside ours
+#     * published   attention in the shape for which others have published times, theirs and the predicted beside ours;
+#                   with selections that are drawn and, stretched, with those of a trained model: what `prepare` brought
+#                   along, else of the model that part loss has trained just before
 #       sanitizer   compute-sanitizer: memcheck on small training steps, memcheck and racecheck on the attention kernels
 #                   (skipped without it)
 #       perf        every operation of a training step against the ceilings of this GPU, with full attention, and at
@@ -406,6 +408,14 @@ pack() {
     strip -o "$WORK/pack/build/test_device" "$3" 2>/dev/null || cp "$3" "$WORK/pack/build"
     tar -C "$WORK/pack" -czf "$1" train_nsa build || echo "the programs could not be written to $1"
 }
+# chosen_by PROGRAM RUN FILE: which blocks the trained model of RUN chooses in a text of its own kind: what it writes
+# itself, several times, since a text may end early.
+chosen_by() {
+    local seed
+    for seed in 1 2 3 4; do "$1" sample --device cpu --from "$2" --tokens 255 --seed "$seed" || return; done \
+        >"$WORK/sample.txt"
+    "$1" inspect --device cpu --from "$2" --text "$WORK/sample.txt" --json "$3" 2>&1
+}
 # For other machines: any x86-64 processor since 2013 where this is one, and GPUs from sm_80 on.
 part_prepare() {
     local march="" here=build/carried pack=$WORK/pack/build
@@ -415,6 +425,7 @@ part_prepare() {
     $here/cuda_tests --write-results "$pack/emulator.safetensors" || return 1
     $here/train_nsa --device cpu --out "$WORK/first_cpu" || return 1
     cp "$WORK/first_cpu/main.log" "$pack/first_cpu.log"
+    chosen_by "$here/train_nsa" "$WORK/first_cpu" "$pack/selections.json" || return 1
     echo "$CARRIED" | tee "$pack/built_for" >"$pack/carried_for"
     pack programs.tar.gz $here/train_nsa $here/test_device
     echo "programs.tar.gz, $(du -h programs.tar.gz | cut -f 1): to go into the repository's root on the GPU's machine"
@@ -618,11 +629,28 @@ part_shapes() {
     echo "answer: tokens/s of${said:- none}"
     return "$status"
 }
-part_attention() { no_tensor_cores || ./build/test_device --perf-attention --batch 1 --seq-len 65536; }
+# The option that gives the benchmark of attention a trained model's selections, where there are any.
+selections() {
+    local file=$WORK/selections.json
+    if [ "$(cat build/carried_for 2>/dev/null)" = "$CARRIED" ] && [ -s build/selections.json ]; then
+        file=build/selections.json
+    elif [ ! -s "$file" ] && [ -d "$WORK/first_gpu" ]; then
+        within 30 bash -c 'chosen_by "$@"' chosen_by ./train_nsa "$WORK/first_gpu" "$file" >&2
+    fi
+    [ ! -s "$file" ] || echo "--selections=$file"
+}
+part_attention() {
+    no_tensor_cores && return
+    # shellcheck disable=SC2046  # one word, or none
+    ./build/test_device --perf-attention --batch 1 --seq-len 65536 $(selections)
+}
 part_published() {
     no_tensor_cores && return
-    ./build/test_device --predict-attention
-    ./build/test_device --perf-attention --shape published
+    # shellcheck disable=SC2046
+    set -- $(selections)
+    [ $# -gt 0 ] || echo "drawn selections alone: no trained model is at hand; call parts loss and published together"
+    ./build/test_device --predict-attention "$@"
+    ./build/test_device --perf-attention --shape published "$@"
 }
 # same_digits WHAT RUN RUN: did both runs log the same losses and norms?
 same_digits() {
@@ -737,7 +765,7 @@ export WORK=$work CARRIED FIRST_ONLY=$first KERNELS=${report%.md}-kernels.csv
 # Open MPI refuses root, which rented machines often are.
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 export -f within limited run train fitting same_digits sanitize perf attention_kernels plain_only no_tensor_cores losses
-export -f near has_mpi two pack part_prepare
+export -f near has_mpi two pack part_prepare chosen_by selections
 for part in $PARTS; do export -f "part_$part"; done
 
 build() {

@@ -6,15 +6,18 @@
 // A time is the median of CUDA-event timings after warm-up. Three sets of inputs take turns, each larger than any GPU's
 // L2 cache (1.5 GB for 12 heads of 64 and 64k tokens), so nothing is found in the cache that training would not find
 // there. Arithmetic and bytes are counted from the shapes (perf.h); ceilings are measured in the same run. The selected
-// branch is timed on two selections, since its cost depends on what neighbouring tokens have in common: "shared", where
-// 64 neighbours share three quarters of what they may choose, and "scattered", where they share only what every query
-// gets; each by masked tiles and by gathered rows. The whole of NSA is reported for both.
+// branch's cost depends on what neighbouring tokens have in common, so it is timed on two selections that are drawn:
+// "shared", where 64 neighbours share three quarters of what they may choose, and "scattered", where they share only
+// what every query gets; and with --selections FILE on "trained", what a trained model chose, stretched as selections.h
+// says; each by masked tiles and by gathered rows. The whole of NSA is reported for each, and how many different blocks
+// neighbours choose.
 //
 // --shape published: one sequence of 1024 to 65536 tokens in the shape for which others have published times, theirs
 // beside ours after each length.
 #pragma once
 #include "../../nsa_kernels.cuh"
 #include "perf.h"
+#include "selections.h"
 
 // A floor per layer in microseconds on an H200 at 790 TFLOP/s and 4.8 TB/s, counted by hand (all branches, scores,
 // exponentials), for 12 heads of 64 in 2 groups and the paper's l, d, l', n, w, and for `sequences` of T tokens. Full
@@ -31,9 +34,10 @@ constexpr CountedFloor COUNTED_FLOORS[] = {{2048, 16, 233, 465, 131, 326},
                                            {65536, 1, 1427, 2352, 8351, 20877}};
 
 // The sums that a row is part of.
-enum AttentionWhole { NSA_SHARED = 1, NSA_SCATTERED = 2, FULL = 4 };
+enum AttentionWhole { NSA_SHARED = 1, NSA_SCATTERED = 2, FULL = 4, NSA_TRAINED = 8 };
 constexpr const char *WHOLE_SHARED = "NSA, all of the above, shared",
-                     *WHOLE_SCATTERED = "NSA, all of the above, scattered", *WHOLE_FULL = "full attention, all of it";
+                     *WHOLE_SCATTERED = "NSA, all of the above, scattered",
+                     *WHOLE_TRAINED = "NSA, all of the above, trained", *WHOLE_FULL = "full attention, all of it";
 struct AttentionRow {
     int T, B;
     std::string name;
@@ -83,9 +87,10 @@ struct AttentionSet {
     const NsaShape s;
     real *projected, *dprojected, *q, *kv, *compressed, *hidden, *o, *combined, *dout, *dkv, *dcompressed, *phi;
     float *lse, *lse_gated, *row_dot, *gate, *dgate, *dq, *dphi;
-    uint32_t *shared, *scattered, *chosen;
+    uint32_t *shared, *scattered, *chosen, *trained = nullptr;
 
-    AttentionSet(Timed<Cuda>& device, const NsaShape& shape, uint64_t seed) : dev(device), s(shape) {
+    AttentionSet(Timed<Cuda>& device, const NsaShape& shape, uint64_t seed, const TrainedSelections* model = nullptr)
+        : dev(device), s(shape) {
         const size_t rows = s.query_rows(), D = size_t(s.D), keys = s.key_rows(),
                      words = size_t(s.B) * s.G * s.T * size_t(s.selection_words()), blocks = s.cmp_rows(),
                      F = size_t(s.F);
@@ -116,12 +121,15 @@ struct AttentionSet {
         for (uint32_t** p : {&shared, &scattered, &chosen}) *p = dev.allocate<uint32_t>(words);
         const std::vector<uint32_t> a = selection(s, seed, 3, 4), b = selection(s, seed, 0, 1);
         dev.copy(shared, a.data(), words), dev.copy(scattered, b.data(), words);
+        if (!model) return;
+        trained = dev.allocate<uint32_t>(words);
+        dev.copy(trained, model->masks(s, seed).data(), words);
     }
     ~AttentionSet() {
         for (real* p : {projected, dprojected, q, kv, compressed, hidden, o, combined, dout, dkv, dcompressed, phi})
             dev.release(p);
         for (float* p : {lse, lse_gated, row_dot, gate, dgate, dq, dphi}) dev.release(p);
-        for (uint32_t* p : {shared, scattered, chosen}) dev.release(p);
+        for (uint32_t* p : {shared, scattered, chosen, trained}) dev.release(p);
     }
     AttentionSet(const AttentionSet&) = delete;
     AttentionSet& operator=(const AttentionSet&) = delete;
@@ -201,13 +209,14 @@ double median_us(Timed<Cuda>& dev, std::vector<std::unique_ptr<AttentionSet>>& s
 
 // One length: every operation of NSA of shape s, then of full attention of the same shape.
 inline std::vector<AttentionRow> time_attention(Timed<Cuda>& dev, const NsaShape& s, const Ceilings& ceilings,
-                                                int set_count, int repetitions, std::FILE* out) {
+                                                int set_count, int repetitions, std::FILE* out,
+                                                const TrainedSelections* model = nullptr) {
     std::vector<std::unique_ptr<AttentionSet>> sets;
-    for (int i = 0; i < set_count; i++) sets.push_back(std::make_unique<AttentionSet>(dev, s, uint64_t(i + 1)));
+    for (int i = 0; i < set_count; i++) sets.push_back(std::make_unique<AttentionSet>(dev, s, uint64_t(i + 1), model));
     std::vector<AttentionRow> rows;
     const size_t n = s.query_rows(), D = size_t(s.D), kc = s.cmp_rows() * D, hidden = s.cmp_rows() * size_t(s.F);
     const double real = sizeof(Cuda::real);
-    constexpr int NSA = NSA_SHARED | NSA_SCATTERED;
+    constexpr int NSA = NSA_SHARED | NSA_SCATTERED | NSA_TRAINED;
     // The engine's own functions, without the clocks of Timed.
     auto time = [&](auto operation) { return median_us(dev, sets, repetitions, operation); };
     auto add = [&](const std::string& name, const Work& forward, const Work& backward, int whole) -> AttentionRow& {
@@ -270,16 +279,25 @@ inline std::vector<AttentionRow> time_attention(Timed<Cuda>& dev, const NsaShape
     add("scores and choice", select_blocks_work(s, real), {}, NSA).us[0] =
         time([&](AttentionSet& x) { dev.Cuda::select_blocks(x.chosen, nullptr, x.q, x.compressed, x.lse, s); });
     const SelectedKernel asked = dev.selected_kernel;
-    for (uint32_t* AttentionSet::*selection : {&AttentionSet::shared, &AttentionSet::scattered}) {
-        const std::string kind = selection == &AttentionSet::shared ? "shared" : "scattered";
+    struct Kind {
+        std::string name;
+        uint32_t* AttentionSet::*selection;
+        AttentionWhole whole;
+    };
+    std::vector<Kind> kinds = {{"shared", &AttentionSet::shared, NSA_SHARED},
+                               {"scattered", &AttentionSet::scattered, NSA_SCATTERED}};
+    if (model) kinds.push_back({"trained", &AttentionSet::trained, NSA_TRAINED});
+    for (const auto& [kind, selection, whole] : kinds) {
+        std::vector<uint32_t> masks(size_t(s.B) * s.G * s.T * size_t(s.selection_words()));
+        dev.copy(masks.data(), (const uint32_t*)((*sets[0]).*selection), masks.size());
+        std::fprintf(out, "T %d, %s\n", s.T, describe_selection(kind, masks, s).c_str());
         for (const SelectedKernel kernel : {SelectedKernel::TILES, SelectedKernel::GATHER}) {
             dev.selected_kernel = kernel;
             branch("selected, " + kind + (kernel == SelectedKernel::TILES ? ", tiles" : ", gathered"), SLC, s,
                    selection, 0);
         }
         dev.selected_kernel = SelectedKernel::AUTO;
-        branch("selected, " + kind + ", auto", SLC, s, selection,
-               selection == &AttentionSet::shared ? NSA_SHARED : NSA_SCATTERED);
+        branch("selected, " + kind + ", auto", SLC, s, selection, whole);
         std::fprintf(out, "T %d, %s: %s\n", s.T, kind.c_str(), dev.describe_selected(s).c_str());
     }
     dev.selected_kernel = asked;
@@ -298,6 +316,7 @@ inline std::vector<AttentionRow> time_attention(Timed<Cuda>& dev, const NsaShape
         add("split and rotated heads", split_heads_forward_work(s, real), split_heads_backward_work(s, real), NSA);
     heads.us[0] = split, heads.us[1] = split_heads_backward(s);
     add_whole(WHOLE_SHARED, NSA_SHARED), add_whole(WHOLE_SCATTERED, NSA_SCATTERED);
+    if (model) add_whole(WHOLE_TRAINED, NSA_TRAINED);
 
     NsaShape full = s;
     full.full = true;
@@ -327,13 +346,17 @@ inline void print_attention_rows(const std::vector<AttentionRow>& rows, const Ns
                          100 * flops / ceilings.flops_per_second, bytes * 1e-9,
                          100 * bytes / ceilings.bytes_per_second);
         }
-    auto named = [&](const char* name) -> const AttentionRow& {
-        return *std::find_if(rows.begin(), rows.end(), [&](const AttentionRow& row) { return row.name == name; });
+    auto named = [&](const char* name) {  // null: there is none
+        const auto row = std::find_if(rows.begin(), rows.end(), [&](const AttentionRow& r) { return r.name == name; });
+        return row == rows.end() ? nullptr : &*row;
     };
-    const AttentionRow &full = named(WHOLE_FULL), &scattered = named(WHOLE_SCATTERED), &shared = named(WHOLE_SHARED);
-    for (const auto& [row, name] : {std::pair(&shared, "shared"), std::pair(&scattered, "scattered")})
-        std::fprintf(out, "        NSA / full attention, %s: %.2f forward, %.2f backward\n", name,
-                     row->us[0] / full.us[0], row->us[1] / full.us[1]);
+    const AttentionRow &full = *named(WHOLE_FULL), &shared = *named(WHOLE_SHARED);
+    const std::pair<const AttentionRow*, const char*> others[] = {{named(WHOLE_SCATTERED), "scattered"},
+                                                                  {named(WHOLE_TRAINED), "trained"}};
+    for (const auto& [row, name] : {std::pair(&shared, "shared"), others[0], others[1]})
+        if (row)
+            std::fprintf(out, "        NSA / full attention, %s: %.2f forward, %.2f backward\n", name,
+                         row->us[0] / full.us[0], row->us[1] / full.us[1]);
     const CountedFloor* counted = nullptr;
     for (const CountedFloor& f : COUNTED_FLOORS)
         if (f.T == s.T) counted = &f;
@@ -351,11 +374,12 @@ inline void print_attention_rows(const std::vector<AttentionRow>& rows, const Ns
             const double floor = !counted ? 0
                                  : dense  ? (pass ? counted->dense_backward : counted->dense_forward)
                                           : (pass ? counted->backward : counted->forward);
-            const std::string ratio =
-                dense
-                    ? ""
-                    : format_text(", %.2f of full attention; selection scattered: %.1f us, %.2f",
-                                  row.us[pass] / full.us[pass], scattered.us[pass], scattered.us[pass] / full.us[pass]);
+            std::string ratio;
+            if (!dense) ratio = format_text(", %.2f of full attention", row.us[pass] / full.us[pass]);
+            for (const auto& [other, name] : others)
+                if (!dense && other)
+                    ratio += format_text("; selection %s: %.1f us, %.2f", name, other->us[pass],
+                                         other->us[pass] / full.us[pass]);
             std::fprintf(
                 out,
                 "result: attention, %s, %d x %d: %s | %.1f | us | %s%s; floor %.1f us at the measured ceilings%s\n",
@@ -366,12 +390,13 @@ inline void print_attention_rows(const std::vector<AttentionRow>& rows, const Ns
     std::fflush(out);
 }
 
-// Ours, in milliseconds, of what others call `what`; scattered: with the selection that neighbours do not share.
-inline double our_ms(const std::vector<AttentionRow>& rows, const std::string& what, bool scattered, int T, int pass) {
+// Ours, in milliseconds, of what others call `what`, with this kind of selection; 0: it was not timed.
+inline double our_ms(const std::vector<AttentionRow>& rows, const std::string& what, const std::string& kind, int T,
+                     int pass) {
     std::vector<std::string> names = {WHOLE_FULL};
-    if (what == SELECTED_ALONE) names = {scattered ? "selected, scattered, auto" : "selected, shared, auto"};
+    if (what == SELECTED_ALONE) names = {"selected, " + kind + ", auto"};
     if (what == COMPRESSED_SCORED) names = {"compressed", "scores and choice"};
-    if (what == WHOLE_NSA) names = {scattered ? WHOLE_SCATTERED : WHOLE_SHARED};
+    if (what == WHOLE_NSA) names = {"NSA, all of the above, " + kind};
     double us = 0;
     for (const AttentionRow& row : rows)
         if (row.T == T && std::count(names.begin(), names.end(), row.name)) us += row.us[pass];
@@ -385,34 +410,39 @@ inline void print_published(const std::vector<AttentionRow>& rows, std::FILE* ou
         "T", "what", "their", "pass", "their ms", "our ms", "ratio", "scattered", "ratio");
     for (const PublishedTime& p : PUBLISHED_TIMES)
         for (const int pass : {0, 1}) {
-            const double shared = our_ms(rows, p.what, false, p.T, pass),
-                         scattered = our_ms(rows, p.what, true, p.T, pass);
+            const double shared = our_ms(rows, p.what, "shared", p.T, pass),
+                         scattered = our_ms(rows, p.what, "scattered", p.T, pass),
+                         trained = our_ms(rows, p.what, "trained", p.T, pass);
             if (shared <= 0) continue;  // this length was not timed
+            const bool depends = p.what == SELECTED_ALONE || p.what == WHOLE_NSA;
+            const std::string of_trained =
+                depends && trained > 0 ? format_text("; trained: %.3f ms, %.2f", trained, trained / p.ms[pass]) : "";
             const char* const direction = pass ? "backward" : "forward";
             std::fprintf(out, "%7d %-24s %-6s %-9s %9.2f %9.2f %6.2f %9.2f %6.2f\n", p.T, p.what, p.device, direction,
                          p.ms[pass], shared, shared / p.ms[pass], scattered, scattered / p.ms[pass]);
             std::fprintf(out,
                          "result: published shape, %s, %s, %d: %s | %.3f | ms | theirs %.2f on an %s, ratio %.2f; "
-                         "selection scattered: %.3f ms, %.2f\n",
+                         "selection scattered: %.3f ms, %.2f%s\n",
                          p.what, p.device, p.T, direction, shared, p.ms[pass], p.device, shared / p.ms[pass], scattered,
-                         scattered / p.ms[pass]);
+                         scattered / p.ms[pass], of_trained.c_str());
         }
     std::fflush(out);
 }
 // From which length on NSA is faster than our own dense attention.
 inline void print_crossings(const std::vector<AttentionRow>& rows, std::FILE* out) {
-    for (const bool scattered : {false, true})
+    for (const char* kind : {"shared", "scattered", "trained"})
         for (const int pass : {0, 1}) {
+            if (our_ms(rows, WHOLE_NSA, kind, rows[0].T, pass) <= 0) continue;
             int first = 0;  // the shortest length from which on NSA is faster at all lengths
             for (const AttentionRow& row : rows) {
                 if (row.name != WHOLE_FULL) continue;
-                const bool faster = our_ms(rows, WHOLE_NSA, scattered, row.T, pass) < row.us[pass] * 1e-3;
+                const bool faster = our_ms(rows, WHOLE_NSA, kind, row.T, pass) < row.us[pass] * 1e-3;
                 first = !faster ? 0 : first ? first : row.T;
             }
             const std::string from =
                 first ? format_text("from %d tokens on", first) : std::string("at no length up to the longest");
             std::fprintf(out, "NSA is faster than our dense attention %s (%s, selection %s)\n", from.c_str(),
-                         pass ? "backward" : "forward", scattered ? "scattered" : "shared");
+                         pass ? "backward" : "forward", kind);
         }
     std::fflush(out);
 }
@@ -421,7 +451,7 @@ inline void print_crossings(const std::vector<AttentionRow>& rows, std::FILE* ou
 // report goes to `out`.
 inline std::vector<AttentionRow> run_attention(Timed<Cuda>& dev, const Config& c, int first_length, int set_count,
                                                int repetitions, int ceiling_size, std::FILE* out,
-                                               bool one_sequence = false) {
+                                               bool one_sequence = false, const TrainedSelections* model = nullptr) {
     const Ceilings ceilings = measure_ceilings(dev, ceiling_size);
     std::fprintf(out, "attention of one layer, %s%lld tokens%s, %lld heads in %lld groups of dimension %lld, on %s\n",
                  one_sequence ? "one sequence of at most " : "", (long long)(c.batch * c.seq_len),
@@ -431,10 +461,15 @@ inline std::vector<AttentionRow> run_attention(Timed<Cuda>& dev, const Config& c
     std::fprintf(out,
                  "floor: the longer of FLOPs at the first ceiling and bytes at the second; of a whole: the sum of its "
                  "rows' floors\n");
+    if (model)
+        std::fprintf(out,
+                     "trained: the choices of %zu layers and groups of a model, of %d tokens in blocks of %d, "
+                     "stretched as dev/bench/selections.h says\n",
+                     model->chosen.size(), model->period, model->slc_block);
     std::vector<AttentionRow> all;
     for (int64_t T = first_length; T <= c.seq_len; T *= 2) {
         const NsaShape s = shape_of(c, one_sequence ? 1 : c.batch * c.seq_len / T, T);
-        const std::vector<AttentionRow> rows = time_attention(dev, s, ceilings, set_count, repetitions, out);
+        const std::vector<AttentionRow> rows = time_attention(dev, s, ceilings, set_count, repetitions, out, model);
         print_attention_rows(rows, s, ceilings, out);
         if (one_sequence) print_published(rows, out);  // now, since the next length may not fit, or may not end
         all.insert(all.end(), rows.begin(), rows.end());
@@ -443,24 +478,33 @@ inline std::vector<AttentionRow> run_attention(Timed<Cuda>& dev, const Config& c
                         ceiling_size, out);
     return all;
 }
-// Takes "--shape NAME" or "--shape=NAME" out of the words; null: there is none.
-inline const NamedShape* take_named_shape(std::vector<const char*>& words) {
+// Takes "--option VALUE" or "--option=VALUE" out of the words; false: there is none.
+inline bool take_option(std::vector<const char*>& words, const std::string& option, std::string& value) {
     for (size_t i = 1; i < words.size(); i++) {
         const std::string word = words[i];
-        if (word != "--shape" && word.compare(0, 8, "--shape=")) continue;
-        const bool apart = word == "--shape";
-        const std::string name = !apart ? word.substr(8) : i + 1 < words.size() ? words[i + 1] : "";
-        std::string known;
-        for (const NamedShape& shape : NAMED_SHAPES) {
-            if (name == shape.name) {
-                words.erase(words.begin() + long(i), words.begin() + long(i + 1 + apart));
-                return &shape;
-            }
-            known += (known.empty() ? "" : ", ") + std::string(shape.name);
-        }
-        fail_usage("--shape %s: expected one of %s", name.c_str(), known.c_str());
+        const bool apart = word == option;
+        if (!apart && word.compare(0, option.size() + 1, option + "=")) continue;
+        value = !apart ? word.substr(option.size() + 1) : i + 1 < words.size() ? words[i + 1] : "";
+        words.erase(words.begin() + long(i), std::min(words.end(), words.begin() + long(i + 1 + apart)));
+        return true;
     }
-    return nullptr;
+    return false;
+}
+// That of --shape; null: there is none.
+inline const NamedShape* take_named_shape(std::vector<const char*>& words) {
+    std::string name, known;
+    if (!take_option(words, "--shape", name)) return nullptr;
+    for (const NamedShape& shape : NAMED_SHAPES) {
+        if (name == shape.name) return &shape;
+        known += (known.empty() ? "" : ", ") + std::string(shape.name);
+    }
+    fail_usage("--shape %s: expected one of %s", name.c_str(), known.c_str());
+}
+// That of --selections; null: there is none.
+inline std::unique_ptr<TrainedSelections> take_selections(std::vector<const char*>& words) {
+    std::string path;
+    if (!take_option(words, "--selections", path)) return nullptr;
+    return std::make_unique<TrainedSelections>(path);
 }
 inline void apply_named_shape(Config& c, const NamedShape& shape, const std::set<std::string>& given) {
     for (const char* option :
@@ -473,6 +517,7 @@ inline void apply_named_shape(Config& c, const NamedShape& shape, const std::set
 inline int run_attention_bench(int argc, const char* const* argv) {
     std::vector<const char*> words(argv, argv + argc);
     const NamedShape* const named = take_named_shape(words);
+    const std::unique_ptr<TrainedSelections> model = take_selections(words);
     std::set<std::string> given;
     Config c = parse_options(int(words.size()), words.data(), given);
     if (!given.count("model")) c.model = "125m";
@@ -486,7 +531,7 @@ inline int run_attention_bench(int argc, const char* const* argv) {
         fail("--perf-attention: there is no GPU to time attention on (or the build holds no CUDA engine)");
     Timed<Cuda> dev(0);
     const std::vector<AttentionRow> rows =
-        run_attention(dev, c, named ? named->first_length : 2048, 3, 15, 0, stdout, named);
+        run_attention(dev, c, named ? named->first_length : 2048, 3, 15, 0, stdout, named, model.get());
     if (named) print_crossings(rows, stdout);
     return 0;
 }

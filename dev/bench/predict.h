@@ -1,7 +1,8 @@
 // predict.h: what an H100 should take, from counts alone. Nothing here was ever measured; the first measurement says
 // which count is wrong.
 //   build/cuda_tests --predict-attention   attention, branch by branch, in the shape for which others have published
-//                                          times; build/test_device too, without a GPU
+//                                          times; build/test_device too, without a GPU. With --selections FILE
+//                                          also for what a trained model chose, see selections.h
 //   build/cuda_tests --predict-step        every operation of a training step of 125m at 16 x 2048, and its counts;
 //                                          build/test_device --perf prints the same beside what it has measured
 //
@@ -288,7 +289,7 @@ inline Prediction predict_rest(const NsaShape& s, bool backward) {
 }
 
 // One length: prints a line for every branch and pass, with others' times beside it.
-inline void print_predicted_length(const NsaShape& s, std::FILE* out) {
+inline void print_predicted_length(const NsaShape& s, const TrainedSelections* model, std::FILE* out) {
     NsaShape full = s;
     full.full = true;
     auto print = [&](const std::string& name, const char* published, const Prediction(&p)[2]) {
@@ -313,12 +314,15 @@ inline void print_predicted_length(const NsaShape& s, std::FILE* out) {
     print("compressed", nullptr, {cmp[0], cmp[1]});
     print(COMPRESSED_SCORED, COMPRESSED_SCORED, scored);
     print("window", nullptr, {win[0], win[1]});
-    for (const bool shared : {true, false}) {
-        const std::vector<uint32_t> masks = AttentionSet::selection(s, 1, shared ? 3 : 0, shared ? 4 : 1);
+    for (const char* kind : {"shared", "scattered", "trained"}) {
+        const bool shared = !std::strcmp(kind, "shared"), trained = !std::strcmp(kind, "trained");
+        if (trained && !model) continue;
+        const std::vector<uint32_t> masks =
+            trained ? model->masks(s, 1) : AttentionSet::selection(s, 1, shared ? 3 : 0, shared ? 4 : 1);
+        std::fprintf(out, "%7d %s\n", s.T, describe_selection(kind, masks, s).c_str());
         const SelectedPrediction selected{s, masks};
         const bool gathered = selected.gathers();
         const Prediction p[2] = {selected.pass(false, gathered), selected.pass(true, gathered)};
-        const char* const kind = shared ? "shared" : "scattered";
         print(format_text("selected, %s, %s", kind, gathered ? "gathered" : "tiles"), SELECTED_ALONE, p);
         Prediction whole[2] = {p[0], p[1]};
         for (const int pass : {0, 1})
@@ -328,7 +332,7 @@ inline void print_predicted_length(const NsaShape& s, std::FILE* out) {
     print("dense", DENSE_3, {dense[0], dense[1]});
     std::fflush(out);
 }
-inline int run_prediction(int first_length, int last_length, std::FILE* out) {
+inline int run_prediction(int first_length, int last_length, std::FILE* out, const TrainedSelections* model = nullptr) {
     Config c;
     c.model = "125m";
     apply_preset(c, {});
@@ -345,7 +349,7 @@ inline int run_prediction(int first_length, int last_length, std::FILE* out) {
         "counted\n\n%7s %-34s %-9s %11s %9s  %-14s %s\n",
         shape.H, shape.G, shape.D, H100_MULTIPROCESSORS, H100_CLOCK * 1e-9, H100_FLOPS * 1e-12, H100_BYTES * 1e-12,
         H100_L2_BYTES * 1e-12, "T", "what", "pass", "overlapped", "in turn", "busiest", "published");
-    for (int T = first_length; T <= last_length; T *= 2) print_predicted_length(shape_of(c, 1, T), out);
+    for (int T = first_length; T <= last_length; T *= 2) print_predicted_length(shape_of(c, 1, T), model, out);
     return 0;
 }
 
@@ -481,7 +485,9 @@ inline int run_step_prediction(std::FILE* out) {
 inline int prediction_main(int argc, char** argv) {
     if (argc > 1 && !std::strcmp(argv[1], "--predict-step")) return run_step_prediction(stdout);
     if (argc < 2 || std::strcmp(argv[1], "--predict-attention")) return -1;
-    return run_prediction(NAMED_SHAPES[0].first_length, NAMED_SHAPES[0].last_length, stdout);
+    std::vector<const char*> words(argv + 1, argv + argc);
+    const std::unique_ptr<TrainedSelections> model = take_selections(words);
+    return run_prediction(NAMED_SHAPES[0].first_length, NAMED_SHAPES[0].last_length, stdout, model.get());
 }
 #else
 inline void print_step_prediction(const std::map<std::string, OperationTime>&, const NsaShape&, std::FILE*) {}

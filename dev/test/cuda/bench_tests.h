@@ -227,23 +227,106 @@ TEST(cuda_bench_counts_beside_attention) {
                         2 * narrow + real * (blocks * s.D + blocks * s.F + weights) + 2 * 4 * weights);
         }
 }
-TEST(cuda_bench_selections) {
-    using namespace bench_tests;
-    const NsaShape s = bench_shape(300);
-    for (const int common : {0, 1}) {
-        const std::vector<uint32_t> masks = AttentionSet::selection(s, 7, common, 1);
-        for (int row = 0; row < s.B * s.G * s.T; row++) {
-            const int last = row % s.T / s.slc_block;
-            int count = 0;
-            for (int block = 0; block < s.selection_words() * 32; block++) {
-                const bool bit = masks[size_t(row) * s.selection_words() + block / 32] >> block % 32 & 1;
-                count += bit;
-                if (bit) CHECK(block <= last);
-                else CHECK(block != 0 && block != last && block != last - 1);
-            }
-            CHECK_EQUAL(count, std::min(last + 1, s.slc_count));
+namespace bench_tests {
+// As many blocks as a query may have, all of which it sees, and with them those that every query gets.
+inline void check_selection(const std::vector<uint32_t>& masks, const NsaShape& s) {
+    REQUIRE(masks.size() == size_t(s.B) * s.G * s.T * s.selection_words());
+    for (int row = 0; row < s.B * s.G * s.T; row++) {
+        const int last = row % s.T / s.slc_block;
+        int count = 0;
+        for (int block = 0; block < s.selection_words() * 32; block++) {
+            const bool bit = masks[size_t(row) * s.selection_words() + block / 32] >> block % 32 & 1;
+            count += bit;
+            if (bit) CHECK(block <= last);
+            else CHECK(block != 0 && block != last && block != last - 1);
+        }
+        CHECK_EQUAL(count, std::min(last + 1, s.slc_count));
+    }
+}
+// What `inspect --json` writes of a model with blocks of 16, two layers and a group: besides the blocks that every
+// query gets, all choose block 5 in the first layer, and in the second the one that their token's number says.
+inline std::string chosen_json(const TempFolder& folder, int tokens, int seq_len) {
+    std::string json = format_text(
+        "{\"inspect\": 1, \"shape\": {\"slc_block\": 16, \"slc_count\": 4, \"seq_len\": %d}, "
+        "\"layers\": [",
+        seq_len);
+    for (const int layer : {0, 1}) {
+        json += layer ? "]}]}, {\"groups\": [{\"blocks\": [" : "{\"groups\": [{\"blocks\": [";
+        for (int t = 0; t < tokens; t++) {
+            const int last = t / 16, free = layer == 0 ? 5 : 1 + t % std::max(1, last - 2);
+            json += (t ? ", " : "") +
+                    (free < last - 1 ? format_text("[0, %d, %d, %d]", free, last - 1, last) : std::string("[0]"));
         }
     }
+    write_file(folder.file("chosen.json"), json + "]}]}]}");
+    return folder.file("chosen.json");
+}
+}  // namespace bench_tests
+TEST(cuda_bench_selections) {
+    const NsaShape s = bench_tests::bench_shape(300);
+    for (const int common : {0, 1}) bench_tests::check_selection(AttentionSet::selection(s, 7, common, 1), s);
+}
+// A block of the model is one of the benchmark that lies in the same place in proportion, and neighbours that chose the
+// same still do.
+TEST(cuda_bench_trained_selections) {
+    using namespace bench_tests;
+    const TempFolder folder;
+    const TrainedSelections model(chosen_json(folder, 600, 512));
+    CHECK(model.first == 256 && model.period == 256 && model.chosen.size() == 2);
+    NsaShape s = bench_shape(4096);
+    s.slc_block = 64;
+    size_t of_first = 0;
+    for (const int count : {3, 4, 9}) {
+        s.slc_count = count;
+        const std::vector<uint32_t> masks = model.masks(s, 3);
+        check_selection(masks, s);
+        bool is_first = false;                                 // layer
+        for (int row = 0; row < s.B * s.G * s.T; row += 64) {  // 64 tokens of one block
+            const int t = row % s.T, last = t / 64, places = (256 + (t + 63) % 256) / 16 - 2;
+            const uint32_t* const mask = &masks[size_t(row) * s.selection_words()];
+            bool same = true;
+            for (int j = 1; j < 64; j++)
+                same = same && std::equal(mask, mask + s.selection_words(), mask + size_t(j) * s.selection_words());
+            if (last < 16 || count < 4) continue;  // all may be chosen, or none
+            if (t % 256 == 0) is_first = same;     // of a turn of the model's 256 queries
+            CHECK_EQUAL(same, is_first);
+            if (!same) continue;  // of the second layer
+            of_first++;
+            for (int block = 1; block < last - 1; block++)
+                if (count == 4 && is_selected(mask, block))  // of block 5, whose stretch is from 4 to 5
+                    CHECK(block >= 1 + 4 * (last - 2) / places && block <= 1 + 5 * (last - 2) / places);
+        }
+        CHECK_EQUAL(distinct_blocks(masks, s, 64) > distinct_blocks(masks, s, 1) + 0.1, count > 3);
+    }
+    CHECK(of_first > 40 && of_first < size_t(2 * s.B * s.G * s.T / 64));
+    // At the model's own length nearly its own choice, in the half that is taken.
+    s = bench_shape(512);
+    s.slc_block = 16;
+    s.slc_count = 4;
+    const std::vector<uint32_t> masks = model.masks(s, 3);
+    check_selection(masks, s);
+    for (int t = 256; t < 512; t++) {
+        int block = 1;
+        while (!is_selected(&masks[size_t(t) * s.selection_words()], block)) block++;
+        const int of_layers[] = {5, 1 + t % (t / 16 - 2)};
+        CHECK(std::any_of(of_layers, of_layers + 2, [&](int own) { return block <= own && block >= own - 3; }));
+    }
+    // 128 tokens have two blocks of 64 to choose from
+    CHECK_FAILS(1, "64 tokens in blocks of 16 are too few to be stretched; expected at least 128",
+                TrainedSelections(chosen_json(folder, 600, 64)));
+    CHECK_FAILS(1, "the object has no key \"shape\"", [&] {
+        write_file(folder.file("chosen.json"), "{}");
+        TrainedSelections(folder.file("chosen.json"));
+    }());
+}
+// Blocks that queries of two groups choose, by hand.
+TEST(cuda_bench_distinct_blocks) {
+    NsaShape s = bench_tests::bench_shape(4);
+    s.B = 1, s.G = 2;
+    const std::vector<uint32_t> masks = {1, 3, 6, 1, 1, 1, 1, 1};
+    CHECK_EQUAL(distinct_blocks(masks, s, 1), 10.0 / 8);
+    CHECK_EQUAL(distinct_blocks(masks, s, 2), 7.0 / 4);  // 2, 3, 1, 1
+    CHECK_EQUAL(distinct_blocks(masks, s, 64), 4.0 / 2);
 }
 TEST(cuda_bench_attention_runs) {
     if (Cuda::FP32) return skip("the attention benchmark: PRECISION=FP32 has the plain kernels only");
@@ -345,6 +428,33 @@ TEST(cuda_bench_attention_runs) {
                              "NSA / full attention, scattered", "relative to the ceilings at the beginning"})
         CHECK(text.find(part) != std::string::npos);
     CHECK(text.find("nan") == std::string::npos && text.find("inf ") == std::string::npos);
+}
+// With a model's selections there is a third kind, in the whole too.
+TEST(cuda_bench_attention_with_selections) {
+    if (Cuda::FP32) return skip("the attention benchmark: PRECISION=FP32 has the plain kernels only");
+    const TempFolder folder;
+    const TrainedSelections model(bench_tests::chosen_json(folder, 600, 512));
+    Config c = engine_config();
+    c.seq_len = 64, c.batch = 1;
+    Timed<Cuda> dev(0, size_t(1) << 20);
+    const bench_tests::Report report;
+    double parts = 0, whole = 0, others = 0;
+    for (const AttentionRow& row : run_attention(dev, c, 64, 1, 1, 64, report.file, false, &model)) {
+        if (row.name == WHOLE_TRAINED) whole = row.us[0];
+        if (row.whole & NSA_TRAINED) parts += row.us[0];
+        others += row.whole == NSA_TRAINED;
+    }
+    CHECK_EQUAL(others, 1);  // selected, trained, auto
+    CHECK_NEAR(whole, parts, 1e-9 * parts);
+    const std::string text = report.text();
+    for (const char* part : {"trained: the choices of 2 layers and groups of a model, of 256 tokens in blocks of 16",
+                             "T 64, trained: a query chooses ", "T 64, scattered: a query chooses ",
+                             "selected, trained, gathered", "NSA / full attention, trained: ", "; selection trained: "})
+        if (text.find(part) == std::string::npos) check_failed(__FILE__, __LINE__, "no %s in %s", part, text.c_str());
+    std::string path;
+    std::vector<const char*> words = {"--perf-attention", "--selections", "a.json", "--batch", "2"};
+    CHECK(take_option(words, "--selections", path) && path == "a.json" && words.size() == 3);
+    CHECK(!take_option(words, "--selections", path) && words.size() == 3);
 }
 // What was counted by hand for a length stands in that length's results, for as many sequences as there are.
 TEST(cuda_bench_counted_floors) {

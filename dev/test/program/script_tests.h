@@ -54,6 +54,8 @@ struct Machine {
         script("train_nsa", R"sh(case $1 in
                 --version) echo 'MPI: MPICH Version: 4.0.2'; echo 'attention kernels: tensor_cores, plain'; exit ;;
                 check) echo '  mlp.fc1      32768 x 3072 x 768 nt: algorithm 66, number 1 of 8'; exit ;;
+                sample) echo 'the man finds the boat.'; exit ;;
+                inspect) [ -s "$7" ] && echo chosen >"$9"; exit ;;
             esac
             steps=40
             while [ $# -gt 0 ]; do
@@ -173,6 +175,10 @@ TEST(run_gpu_check_with_stand_ins) {
     CHECK_EQUAL(count(text, "; commit abc1234, sources "), 16 + count(text, "\nresult: "));
     CHECK(text.find("the same 5 steps twice: the same losses and norms, digit for digit") != std::string::npos);
     CHECK(text.find("command not found") == std::string::npos);
+    // What the model of part loss chooses in its own words.
+    CHECK(text.find("result: test_device --perf-attention --shape published --selections=/") != std::string::npos &&
+          text.find("result: test_device --perf-attention --batch 1 --seq-len 65536 --selections=/") !=
+              std::string::npos);
     CHECK(text.find("result: kernels of a step, 16 x 2048 | 10 | us | 2 launches, by ncu; the step without it 10 us, "
                     "so 1.0 % of it lie between kernels, memset and memcpy (which ncu does not list) included") !=
           std::string::npos);
@@ -308,6 +314,7 @@ TEST(run_gpu_check_first) {
     }
     CHECK(text.find("\n## build\n") == std::string::npos);
     CHECK(text.find("the CPU's log (carried along): 20 steps") != std::string::npos);
+    CHECK(text.find("test_device --predict-attention --selections=build/selections.json | ") != std::string::npos);
     // Nothing is run again, whatever the programs would do now, but a part that failed.
     machine.trainer("9.9");
     CHECK_EQUAL(machine.run({"dev/gpu_check.sh", "first"}).out.find("has passed, see") == std::string::npos, false);
