@@ -60,8 +60,9 @@ __global__ void embedding_forward_kernel(cuda_real* x, const int32_t* tokens, co
 constexpr int SORT_THREADS = 256;
 __global__ void __launch_bounds__(SORT_THREADS) sort_positions_kernel(int32_t* sorted, const int32_t* tokens, int N) {
     SHARED(int32_t, tile, [SORT_THREADS]);
-    const int own = int(blockIdx.x) * SORT_THREADS, thread = int(threadIdx.x),
-              token = own + thread < N ? tokens[own + thread] : 0;
+    const int own = int(blockIdx.x) * SORT_THREADS;
+    const int thread = int(threadIdx.x);
+    const int token = own + thread < N ? tokens[own + thread] : 0;
     int place = 0;
     for (int start = 0; start < N; start += SORT_THREADS) {
         __syncthreads();                                                       // the last tile is no longer read
@@ -164,7 +165,9 @@ __global__ void __launch_bounds__(NORM_ROWS * 32)
                             const cuda_real* weight, int N, int C, int rows) {
     DynamicShared shared;
     const WarpSums dweight(shared, C);
-    const int begin = int(blockIdx.x) * rows, end = min(N, begin + rows), lane = threadIdx.x % 32;
+    const int begin = int(blockIdx.x) * rows;
+    const int end = min(N, begin + rows);
+    const int lane = threadIdx.x % 32;
     for (int n = begin + int(threadIdx.x) / 32; n < end; n += int(blockDim.x) / 32) {
         const size_t row = size_t(n) * C;
         float dot = 0, a[W], d[W], g[W], sum[W];
@@ -229,7 +232,9 @@ __global__ void __launch_bounds__(NORM_ROWS * 32)
     const bool begins = in.begins_sequence(n);
     const cuda_real *e = in.embedding(n), *before = in.embedding(begins ? n : n - 1);
     dx += size_t(n) * in.C;
-    float logit = 0, dot = 0, a[W], b[W], d[W];
+    float logit = 0;
+    float dot = 0;
+    float a[W], b[W], d[W];
     for (int c = lane * W; c < in.C; c += 32 * W) {
         load(a, e + c);
         load(b, in.gate + c);
@@ -248,7 +253,9 @@ __global__ void __launch_bounds__(NORM_ROWS * 32)
 template <int W>
 __global__ void smear_backward_kernel(cuda_real* de, const cuda_real* dx, const float* g, const float* dz,
                                       SmearInput in, int N) {
-    const size_t i = thread_index() * W, n = i / in.C, c = i % in.C;
+    const size_t i = thread_index() * W;
+    const size_t n = i / in.C;
+    const size_t c = i % in.C;
     if (n >= size_t(N)) return;
     float sum[W], a[W], b[W];
     load(sum, dx + i);
@@ -296,7 +303,9 @@ struct SmearScaleGradient {  // g[t] dx[t] o e[t-1]
 // partial [parts, C], part blockIdx.y
 template <int W, class Term>
 __global__ void __launch_bounds__(128) column_parts_kernel(float* partial, Term terms, int N, int C, int part_rows) {
-    const int c = int(thread_index()) * W, begin = blockIdx.y * part_rows, end = min(N, begin + part_rows);
+    const int c = int(thread_index()) * W;
+    const int begin = blockIdx.y * part_rows;
+    const int end = min(N, begin + part_rows);
     if (c >= C) return;
     float sum[W] = {}, term[W];
     for (int n = begin; n < end; n++) {
@@ -309,7 +318,9 @@ __global__ void __launch_bounds__(128) column_parts_kernel(float* partial, Term 
 // eighth part
 __global__ void __launch_bounds__(256) column_totals_kernel(float* out, const float* partial, int parts, int columns) {
     SHARED(float, sums, [8][32]);
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, c = int(blockIdx.x) * 32 + lane;
+    const int lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32;
+    const int c = int(blockIdx.x) * 32 + lane;
     float sum = 0;
     for (int part = warp; part < parts && c < columns; part += 8) sum += partial[size_t(part) * columns + c];
     sums[warp][lane] = sum;
@@ -767,7 +778,9 @@ struct Rope {
         load(c, cosine + size_t(position) * (D / 2) + i);
         load(s, sine + size_t(position) * (D / 2) + i);
         for (int k = 0; k < W; k++) {
-            const float a = low[k], b = high[k], turn = direction * s[k];
+            const float a = low[k];
+            const float b = high[k];
+            const float turn = direction * s[k];
             low[k] = a * c[k] - b * turn;
             high[k] = a * turn + b * c[k];
         }
@@ -811,7 +824,9 @@ using HeadGradientPointers = HeadArrays<const float, const cuda_real, const floa
 template <int W>
 __global__ void __launch_bounds__(128)
     split_heads_forward_kernel(HeadPointers out, const cuda_real* projected, Rope rope, NsaShape s, int P, int units) {
-    const int pieces = s.D / 2 / W, j = blockIdx.x % s.queries, t = s.first + j;
+    const int pieces = s.D / 2 / W;
+    const int j = blockIdx.x % s.queries;
+    const int t = s.first + j;
     const size_t b = blockIdx.x / s.queries, rows = size_t(s.B) * s.H * s.queries;
     const cuda_real* in = projected + size_t(blockIdx.x) * P;
     for (int piece = threadIdx.x; piece < units * pieces; piece += blockDim.x) {
@@ -881,7 +896,9 @@ __device__ inline float head_rstd(const cuda_real* x, int lane, int D) {
 __global__ void __launch_bounds__(NORMED_WARPS * 32)
     normed_heads_forward_kernel(HeadPointers out, const cuda_real* projected, const cuda_real* gains, Rope rope,
                                 NsaShape s, int P) {
-    const int lane = threadIdx.x % 32, j = blockIdx.x % s.queries, half = s.D / 2;
+    const int lane = threadIdx.x % 32;
+    const int j = blockIdx.x % s.queries;
+    const int half = s.D / 2;
     for (int head = threadIdx.x / 32; head < NormedHead::count(s); head += NORMED_WARPS) {
         const NormedHead at(head, s);
         const HeadPlace place(at.unit, blockIdx.x / s.queries, j, s);
@@ -889,8 +906,8 @@ __global__ void __launch_bounds__(NORMED_WARPS * 32)
         cuda_real* to = (place.query ? out.q : out.kv(place.slot)) + place.row * s.D;
         const float rstd = head_rstd(in, lane, s.D);
         for (int i = lane; i < half; i += 32) {
-            float low[1] = {float(in[i]) * rstd * float(gain[i])},
-                  high[1] = {float(in[half + i]) * rstd * float(gain[half + i])};
+            float low[1] = {float(in[i]) * rstd * float(gain[i])};
+            float high[1] = {float(in[half + i]) * rstd * float(gain[half + i])};
             if (place.rotated) rope.rotate(low, high, s.first + j, i, s.D, +1);
             store(to + i, low);
             store(to + half + i, high);
@@ -904,7 +921,9 @@ __global__ void __launch_bounds__(NORMED_WARPS * 32)
                                  Rope rope, NsaShape s, int P, int tokens) {
     DynamicShared shared;
     const WarpSums dgains(shared, s.gain_rows() * s.D);
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, half = s.D / 2;
+    const int lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32;
+    const int half = s.D / 2;
     const int begin = blockIdx.x * tokens, end = min(s.B * s.T, begin + tokens);
     for (int n = begin; n < end; n++)
         for (int head = warp; head < NormedHead::count(s); head += NORMED_WARPS) {
@@ -953,7 +972,9 @@ __global__ void compress_activate_kernel(cuda_real* hidden, cuda_real* activated
                                          int parts) {
     const size_t i = thread_index();
     if (i >= size_t(rows) * F) return;
-    const size_t row = i / F, f = i % F, at = (row / count * NC + begin + row % count) * F + f;
+    const size_t row = i / F;
+    const size_t f = i % F;
+    const size_t at = (row / count * NC + begin + row % count) * F + f;
     const float* part = chunks + ((row + row / count * (parts - 1)) * F + f) * parts;
     float sum = 0;
     for (int p = 0; p < parts; p++) sum += part[size_t(p) * F * parts + p];
@@ -1047,8 +1068,11 @@ __global__ void __launch_bounds__(256)
 struct RowPlace {
     size_t by_token;
     __device__ RowPlace(unsigned row, const NsaShape& s) {
-        const unsigned queries = unsigned(s.queries), H = unsigned(s.H), j = row % queries, head = row / queries % H,
-                       b = row / queries / H;
+        const unsigned queries = unsigned(s.queries);
+        const unsigned H = unsigned(s.H);
+        const unsigned j = row % queries;
+        const unsigned head = row / queries % H;
+        const unsigned b = row / queries / H;
         by_token = (size_t(b) * queries + j) * H + head;
     }
 };

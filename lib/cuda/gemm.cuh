@@ -23,8 +23,8 @@ template <class T>
 __device__ inline void load_gemm_slice(GemmSlice& slice, const GemmFactor<T>& factor, const T* matrix, int first_row,
                                        int rows, int first_k, int K) {
     for (int i = threadIdx.x; i < GEMM_TILE * GEMM_DEPTH; i += GEMM_THREADS) {
-        const int row = factor.k == 1 ? i / GEMM_DEPTH : i % GEMM_TILE,
-                  k = factor.k == 1 ? i % GEMM_DEPTH : i / GEMM_TILE;
+        const int row = factor.k == 1 ? i / GEMM_DEPTH : i % GEMM_TILE;
+        const int k = factor.k == 1 ? i % GEMM_DEPTH : i / GEMM_TILE;
         const bool there = first_row + row < rows && first_k + k < K;
         slice[k][row] = there ? float(matrix[(first_row + row) * factor.row + (first_k + k) * factor.k]) : 0.0f;
     }
@@ -37,8 +37,10 @@ __global__ void __launch_bounds__(GEMM_THREADS)
                       size_t ldc, size_t next_c) {
     SHARED(float, a_slice, [GEMM_DEPTH][GEMM_TILE + 1]);
     SHARED(float, b_slice, [GEMM_DEPTH][GEMM_TILE + 1]);
-    const int first_row = int(blockIdx.y) * GEMM_TILE, first_column = int(blockIdx.x) * GEMM_TILE,
-              row = int(threadIdx.x) / GEMM_SIDE, column = int(threadIdx.x) % GEMM_SIDE;  // and every 16th behind them
+    const int first_row = int(blockIdx.y) * GEMM_TILE;
+    const int first_column = int(blockIdx.x) * GEMM_TILE;
+    const int row = int(threadIdx.x) / GEMM_SIDE;
+    const int column = int(threadIdx.x) % GEMM_SIDE;  // and every 16th behind them
     const In *a = A.data + blockIdx.z * A.matrix, *b = B.data + blockIdx.z * B.matrix;
     float sums[GEMM_EACH][GEMM_EACH] = {};
     for (int first_k = 0; first_k < K; first_k += GEMM_DEPTH) {

@@ -14,7 +14,9 @@ constexpr int KEY_TILE = 64;  // rows of a tile of keys, and of the tiles of tok
 
 template <int D>
 __device__ inline int chunk_at(int row, int chunk) {
-    constexpr int chunks = D / 8, rows_per_line = chunks < 8 ? 8 / chunks : 1, swizzled = chunks < 8 ? chunks : 8;
+    constexpr int chunks = D / 8;
+    constexpr int rows_per_line = chunks < 8 ? 8 / chunks : 1;
+    constexpr int swizzled = chunks < 8 ? chunks : 8;
     return (row * chunks + (chunk ^ row / rows_per_line % swizzled)) * 8;
 }
 
