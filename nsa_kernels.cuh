@@ -385,7 +385,9 @@ __global__ void __launch_bounds__(CLASSIFIER_THREADS)
     classifier_kernel(float* losses, cuda_real* logits, const int32_t* targets, float dloss, bool want_gradient, int V,
                       int Vp) {
     SHARED(Softmax, of_warps, [CLASSIFIER_THREADS / 32]);
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, target = targets[blockIdx.x];
+    const int lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32;
+    const int target = targets[blockIdx.x];
     cuda_real* row = logits + size_t(blockIdx.x) * Vp;
     Softmax softmax = {-INFINITY, 0};
     float x[W];
@@ -475,9 +477,12 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
     forward_kernel(Branch branch, cuda_real* out, float* lse, const cuda_real* q, const cuda_real* k,
                    const cuda_real* v, const uint32_t* selection, NsaShape s, float scale, size_t rows) {
     DynamicShared shared;
-    const int D = s.D, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    float *query = shared.take<float>(WARPS * (2 * D + 32)) + warp * (2 * D + 32), *sums = query + D,
-          *weights = sums + D;
+    const int D = s.D;
+    const int warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+    float* query = shared.take<float>(WARPS * (2 * D + 32)) + warp * (2 * D + 32);
+    float* sums = query + D;
+    float* weights = sums + D;
     const size_t row = size_t(blockIdx.x) * WARPS + warp;
     if (row >= rows) return;  // a whole warp; there is no barrier below
     const Query at(row, selection, s);
@@ -493,7 +498,9 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
             const int key = key0 + lane, count = min(32, keys.end - key0);
             const float score = lane < count ? dot(query, k + size_t(key) * D, D) : -INFINITY;
             // the first time, largest is -infinity and rescale 0
-            const float m = fmaxf(largest, lane_max(score)), rescale = expf(largest - m), weight = expf(score - m);
+            const float m = fmaxf(largest, lane_max(score));
+            const float rescale = expf(largest - m);
+            const float weight = expf(score - m);
             largest = m;
             total = total * rescale + weight;
             weights[lane] = weight;
@@ -518,9 +525,13 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
     dq_kernel(Branch branch, BackwardArrays<cuda_real, float> d, InputArrays<cuda_real> in, NsaShape s, float scale,
               size_t rows) {
     DynamicShared shared;
-    const int D = s.D, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    float *query = shared.take<float>(WARPS * (3 * D + 32)) + warp * (3 * D + 32), *gradient = query + D,
-          *sums = gradient + D, *weights = sums + D;
+    const int D = s.D;
+    const int warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+    float* query = shared.take<float>(WARPS * (3 * D + 32)) + warp * (3 * D + 32);
+    float* gradient = query + D;
+    float* sums = gradient + D;
+    float* weights = sums + D;
     const size_t row = size_t(blockIdx.x) * WARPS + warp;
     if (row >= rows) return;
     const Query at(row, in.selection, s);
@@ -557,14 +568,23 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
     dkdv_kernel(Branch branch, BackwardArrays<cuda_real, float> d, InputArrays<cuda_real> in, NsaShape s, float scale,
                 size_t rows) {
     DynamicShared shared;
-    const int D = s.D, warp = threadIdx.x / 32, lane = threadIdx.x % 32, h = s.H / s.G;
-    float *key_row = shared.take<float>(WARPS * (4 * D + 64)) + warp * (4 * D + 64), *value_row = key_row + D,
-          *dk_sums = value_row + D, *dv_sums = dk_sums + D;
+    const int D = s.D;
+    const int warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+    const int h = s.H / s.G;
+    float* key_row = shared.take<float>(WARPS * (4 * D + 64)) + warp * (4 * D + 64);
+    float* value_row = key_row + D;
+    float* dk_sums = value_row + D;
+    float* dv_sums = dk_sums + D;
     float *p_weights = dv_sums + D, *ds_weights = p_weights + 32;
     const size_t row = size_t(blockIdx.x) * WARPS + warp;
     if (row >= rows) return;
-    const int stride = s.key_stride(branch), key = int(row % stride), block = key / s.slc_block;
-    const size_t bg = row / stride, b = bg / s.G, g = bg % s.G;
+    const int stride = s.key_stride(branch);
+    const int key = int(row % stride);
+    const int block = key / s.slc_block;
+    const size_t bg = row / stride;
+    const size_t b = bg / s.G;
+    const size_t g = bg % s.G;
     const KeyRange queries = query_range(branch, key, s);
     load_row(key_row, in.k + row * D, scale, D);
     load_row(value_row, in.v + row * D, 1, D);
@@ -672,11 +692,17 @@ __device__ inline float choose_blocks(uint32_t* mask, float* importance, int las
 __global__ void __launch_bounds__(32) select_kernel(uint32_t* selection, float* chosen_importance, const cuda_real* q,
                                                     const cuda_real* kc, const float* lse, NsaShape s, float scale) {
     DynamicShared shared;
-    const int D = s.D, lane = threadIdx.x, h = s.H / s.G, blocks = s.slc_blocks(), words = s.selection_words();
+    const int D = s.D;
+    const int lane = threadIdx.x;
+    const int h = s.H / s.G;
+    const int blocks = s.slc_blocks();
+    const int words = s.selection_words();
     float *queries = shared.take<float>(h * D), *importance = shared.take<float>(blocks);
     uint32_t* mask = shared.take<uint32_t>(words);
     const size_t row = blockIdx.x, bg = row / s.queries;
-    const int j = int(row % s.queries), t = s.first + j, last = t / s.slc_block;
+    const int j = int(row % s.queries);
+    const int t = s.first + j;
+    const int last = t / s.slc_block;
     const KeyRange visible = key_range(CMP, 0, t, nullptr, s);
     const bool takes_all = last + 1 <= s.slc_count;
     for (int word = lane; word < words; word += 32) {
@@ -1347,8 +1373,9 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
     if (branch == SLC && choice && choice->gather) return;
     // Early keys are seen by more queries and start first.
     const int parts = branch == CMP ? s.parts : 1, part = branch == CMP ? int(blockIdx.x) / s.batch_groups % parts : 0;
-    const int tile = int(blockIdx.x) / s.batch_groups / parts, bg = int(blockIdx.x) % s.batch_groups,
-              first_key = tile * KEY_TILE;
+    const int tile = int(blockIdx.x) / s.batch_groups / parts;
+    const int bg = int(blockIdx.x) % s.batch_groups;
+    const int first_key = tile * KEY_TILE;
     if (branch == CMP && part < first_part(tile, s)) return;
     DynamicShared shared;
     TokenBuffers<branch, D> buffers(shared);
@@ -1365,8 +1392,9 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
     keys.load(buffers.k_tile, buffers.v_tile, first_key);
 
     // there are fewer than 2^31 rows
-    const int H = s.G * s.heads, q_row = bg * s.heads * s.queries,
-              dout_row = bg / s.G * s.queries * H + bg % s.G * s.heads;
+    const int H = s.G * s.heads;
+    const int q_row = bg * s.heads * s.queries;
+    const int dout_row = bg / s.G * s.queries * H + bg % s.G * s.heads;
     auto fetch = [&](int buffer, int token_tile, int head) {
         const int j0 = token_tile * KEY_TILE, to = buffer * KEY_TILE * D;
         copy_tile<D, THREADS>(buffers.q_tiles + to, q + size_t(q_row + head * s.queries + j0) * D, D, s.queries - j0);
@@ -1388,8 +1416,9 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
         [&](int buffer) { buffers.rows.store(buffer, s); },
         [&](int buffer, int token_tile) {
             // The warp's first and last key say what it sees of the tile.
-            const int low_key = first_key + keys.warp_key(), high_key = low_key + 16 * key_pieces<D>() - 1,
-                      t0 = s.first + token_tile * KEY_TILE;
+            const int low_key = first_key + keys.warp_key();
+            const int high_key = low_key + 16 * key_pieces<D>() - 1;
+            const int t0 = s.first + token_tile * KEY_TILE;
             if (first_query<branch>(low_key, s) >= t0 + KEY_TILE || (branch == WIN && t0 >= high_key + s.window))
                 return;
             const bool masked =
@@ -1397,15 +1426,18 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
             keys.add_tokens(
                 buffers, buffer, masked, [&](int row) { return t0 + row; }, s);
         });
-    const int index = int(block_index_again()), same_bg = index % s.batch_groups, item = index / s.batch_groups;
+    const int index = int(block_index_again());
+    const int same_bg = index % s.batch_groups;
+    const int item = index / s.batch_groups;
     const bool in_parts = branch == CMP && s.parts > 1;
     keys.store(dk, dv, in_parts ? sums_of_part<D>(partial, same_bg, item, s) : nullptr, same_bg, s);
 }
 // dk, dv [B, G, key_stride, D] = the sums of the parts; one block per tile of keys and (sequence, group)
 template <int D>
 __global__ void __launch_bounds__(256) add_parts_kernel(bf16* dk, bf16* dv, const float* partial, AttentionShape s) {
-    const int tile = int(blockIdx.x) / s.batch_groups, bg = int(blockIdx.x) % s.batch_groups,
-              first = first_part(tile, s);
+    const int tile = int(blockIdx.x) / s.batch_groups;
+    const int bg = int(blockIdx.x) % s.batch_groups;
+    const int first = first_part(tile, s);
     const size_t size = 2 * KEY_TILE * D;
     partial += ((size_t(bg) * key_tiles(s) + tile) * s.parts + first) * size;
     add_partial_sums<D>(dk, partial, size, s.parts - first, bg, tile, s);
@@ -1551,8 +1583,9 @@ __device__ inline void fold_importances(const ScoreBuffers<D>& buffers, int key_
     const int first_block = begin * s.d / s.slc_block;
     const int blocks = min(((end - 1) * s.d + s.l - 1) / s.slc_block, last_block) + 1 - first_block;
     for (int item = threadIdx.x; item < blocks * SCORE_TOKENS; item += SCORE_THREADS) {
-        const int token = item % SCORE_TOKENS, block = first_block + item / SCORE_TOKENS,
-                  first = block * (s.slc_block / s.d) + first_overlap(s) - begin;
+        const int token = item % SCORE_TOKENS;
+        const int block = first_block + item / SCORE_TOKENS;
+        const int first = block * (s.slc_block / s.d) + first_overlap(s) - begin;
         const float* weight = buffers.weights + token * WEIGHT_STRIDE + first;
         float* importance = buffers.importances + token * importance_stride(s) + block;
         float sum = *importance;
@@ -1565,8 +1598,10 @@ __device__ inline void fold_importances(const ScoreBuffers<D>& buffers, int key_
 template <int D>
 __device__ inline void compute_importances(const ScoreBuffers<D>& buffers, const QueryTile& tile, const bf16* q,
                                            const bf16* kc, const float* lse, int last_block, const AttentionShape& s) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, rows = s.heads * SCORE_TOKENS,
-              end_tile = end_of_key_tiles<CMP>(tile, s);
+    const int lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32;
+    const int rows = s.heads * SCORE_TOKENS;
+    const int end_tile = end_of_key_tiles<CMP>(tile, s);
     auto copy_keys = [&](int key_tile) {
         const bf16* from = kc + (size_t(tile.bg) * s.key_stride + size_t(key_tile) * KEY_TILE) * D;
         copy_tile<D, SCORE_THREADS>(buffers.k_tiles + key_tile % 2 * KEY_TILE * D, from, D,
@@ -1584,7 +1619,9 @@ __device__ inline void compute_importances(const ScoreBuffers<D>& buffers, const
         buffers.overlap[i] = float(min(s.slc_block, begin + s.l) - max(0, begin)) / s.d;
     }
     for (int i = threadIdx.x; i < SCORE_TOKENS * importance_stride(s); i += SCORE_THREADS) buffers.importances[i] = 0;
-    const int column = lane % 4 * 2, t0 = s.first + tile.j0, first_end = end_of_keys<CMP>(t0, s);
+    const int column = lane % 4 * 2;
+    const int t0 = s.first + tile.j0;
+    const int first_end = end_of_keys<CMP>(t0, s);
     int ends[SCORE_TOKENS / 8][2];
     for (int n = 0; n < SCORE_TOKENS / 8; n++)
         for (int odd = 0; odd < 2; odd++)

@@ -124,10 +124,12 @@ struct GatheredRows {
     int row[2], token[2];  // this lane's rows of the products, lane / 4 and that + 8; row -1: a repeated one
 };
 __device__ inline GatheredRows gather(uint32_t choosers, int first, int items, const AttentionShape& s) {
-    const int lane = threadIdx.x % 32, item = min(first + lane % 16, items - 1), number = s.by_heads.of(item),
-              token = nth_bit(choosers, number);
-    const int source = token * s.heads + item - number * s.heads,
-              place = first + lane % 16 < items ? source << 8 | token : -1;
+    const int lane = threadIdx.x % 32;
+    const int item = min(first + lane % 16, items - 1);
+    const int number = s.by_heads.of(item);
+    const int token = nth_bit(choosers, number);
+    const int source = token * s.heads + item - number * s.heads;
+    const int place = first + lane % 16 < items ? source << 8 | token : -1;
     GatheredRows rows;
     rows.source = source;
     const int low = __shfl_sync(~0u, place, lane / 4);
@@ -282,7 +284,9 @@ struct GatherBlock {
     template <class Put>
     __device__ void for_sums(Put put) const {
         for (int i = threadIdx.x; i < rows * (D / 4); i += blockDim.x) {
-            const int row = i / (D / 4), pair = i % (D / 4) / 4, t = i % 4;
+            const int row = i / (D / 4);
+            const int pair = i % (D / 4) / 4;
+            const int t = i % 4;
             put(row, pair * 16 + t * 2, *sums_at<D>(sums, row, pair, t));
         }
     }
@@ -420,8 +424,9 @@ struct GatherPlan {
 __global__ void __launch_bounds__(128) transpose_selection_kernel(GatherPlan plan, const uint32_t* selection,
                                                                   const SelectedChoice* choice, AttentionShape s) {
     if (choice && !choice->gather) return;
-    const int lane = threadIdx.x % 32, token_word = int(blockIdx.x) % plan.token_words,
-              bg = int(blockIdx.x) / plan.token_words;
+    const int lane = threadIdx.x % 32;
+    const int token_word = int(blockIdx.x) % plan.token_words;
+    const int bg = int(blockIdx.x) / plan.token_words;
     const int j = token_word * 32 + lane, per_word = units_per_word(s);
     for (int word = threadIdx.x / 32; word * per_word < plan.units; word += 4) {
         const uint32_t mine =
@@ -451,8 +456,8 @@ __global__ void __launch_bounds__(32)
     int* extra = plan.extra + size_t(bg) * (plan.tiles + 1);
     int before = 0;
     for (int first = 0; first < plan.tiles; first += 32) {
-        const int tile = first + lane,
-                  count = tile < plan.tiles ? plan.counts[size_t(bg) * plan.units + unit_of_tile(tile, s)] : 0;
+        const int tile = first + lane;
+        const int count = tile < plan.tiles ? plan.counts[size_t(bg) * plan.units + unit_of_tile(tile, s)] : 0;
         const int own = count ? (count - 1) / GATHER_CHUNK : 0, sum = sum_up_to_lane(own);
         if (tile < plan.tiles) extra[tile] = before + sum - own;
         before += __shfl_sync(~0u, sum, 31);
@@ -465,7 +470,9 @@ __global__ void __launch_bounds__(32)
 // order, then -1 up to a multiple of 64. Returns how many there are. Called by all threads of the block; counts: a
 // number for each warp. Begins and ends with a barrier.
 __device__ inline int list_tokens(int* list, int* counts, const uint32_t* row, int words, int first) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    const int lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32;
+    const int warps = blockDim.x / 32;
     int before = 0;  // set bits in the words of earlier rounds
     for (int first_word = 0; first_word < words && before < first + GATHER_CHUNK; first_word += int(blockDim.x)) {
         const int word = first_word + int(threadIdx.x);
@@ -538,13 +545,13 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
     const int H = s.G * s.heads, dout_row = bg / s.G * s.queries * H + bg % s.G * s.heads;
     auto fetch = [&](int buffer, int first, int head) {
         const int q_row = int(block_index_again()) % s.batch_groups * s.heads * s.queries;
-        const bf16 *q_head = in.q + size_t(q_row + head * s.queries) * D,
-                   *dout_head = d.dout + size_t(dout_row + head) * D;
+        const bf16* q_head = in.q + size_t(q_row + head * s.queries) * D;
+        const bf16* dout_head = d.dout + size_t(dout_row + head) * D;
         const int chunk = threadIdx.x % (D / 8), first_row = threadIdx.x / (D / 8);
 #pragma unroll
         for (int done = 0; done < KEY_TILE; done += THREADS / (D / 8)) {  // as in copy_tile
-            const int j = list[first + done + first_row],
-                      at = buffer * KEY_TILE * D + chunk_at<D>(first_row, chunk) + done * D;
+            const int j = list[first + done + first_row];
+            const int at = buffer * KEY_TILE * D + chunk_at<D>(first_row, chunk) + done * D;
             cp_async_16(buffers.q_tiles + at, q_head + size_t(max(j, 0)) * D + chunk * 8, j >= 0);
             cp_async_16(buffers.dout_tiles + at, dout_head + size_t(max(j, 0)) * H * D + chunk * 8, j >= 0);
         }
@@ -564,8 +571,10 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
                 buffers, buffer, masked, [&](int row) { return s.first + list[first + row]; }, s);
         });
     // computed again, because no register is free to keep it
-    const int same_tile = int(unsigned(keys.first_key) / KEY_TILE), index = int(block_index_again()),
-              same_bg = index % s.batch_groups, chunk = plan.chunk_of_item(same_bg, same_tile, index / s.batch_groups);
+    const int same_tile = int(unsigned(keys.first_key) / KEY_TILE);
+    const int index = int(block_index_again());
+    const int same_bg = index % s.batch_groups;
+    const int chunk = plan.chunk_of_item(same_bg, same_tile, index / s.batch_groups);
     float* sums = nullptr;
     if (plan.chunks(same_bg, same_tile) > 1)
         sums = plan.partial + plan.slot(same_bg, same_tile, chunk) * 2 * KEY_TILE * D;
@@ -576,8 +585,9 @@ template <int D>
 __global__ void __launch_bounds__(256)
     add_chunks_kernel(bf16* dk, bf16* dv, GatherPlan plan, const SelectedChoice* choice, AttentionShape s) {
     if (choice && !choice->gather) return;
-    const int tile = int(blockIdx.x) / s.batch_groups, bg = int(blockIdx.x) % s.batch_groups,
-              chunks = plan.chunks(bg, tile);
+    const int tile = int(blockIdx.x) / s.batch_groups;
+    const int bg = int(blockIdx.x) % s.batch_groups;
+    const int chunks = plan.chunks(bg, tile);
     const size_t size = 2 * KEY_TILE * D;
     if (chunks == 1) return;
     const float* partial = plan.partial + plan.slot(bg, tile, 0) * size;
@@ -595,8 +605,9 @@ __global__ void __launch_bounds__(256)
 template <int D>
 HOST_DEVICE constexpr float gathered_piece_cost(float mma_cycles) {
     // 2.5 D mma
-    const float products = mma_cycles * 2.5f * D, masked = 640.0f * D / 128 / row_pieces<D>(),
-                gathered = (416.0f + 576.0f) * D / 128;
+    const float products = mma_cycles * 2.5f * D;
+    const float masked = 640.0f * D / 128 / row_pieces<D>();
+    const float gathered = (416.0f + 576.0f) * D / 128;
     return (gathered > products ? gathered : products) / (masked > products ? masked : products);
 }
 
@@ -606,8 +617,9 @@ __global__ void __launch_bounds__(128)
     measure_selections_kernel(int* counts, const uint32_t* selection, AttentionShape s) {
     const int item = int(blockIdx.x) * 4 + int(threadIdx.x) / 32, lane = threadIdx.x % 32;
     if (item >= s.tiles * s.batch_groups) return;  // a whole warp
-    const int j0 = item % s.tiles * s.tile_tokens, tokens = min(s.tile_tokens, s.queries - j0),
-              per_word = units_per_word(s);
+    const int j0 = item % s.tiles * s.tile_tokens;
+    const int tokens = min(s.tile_tokens, s.queries - j0);
+    const int per_word = units_per_word(s);
     const uint32_t* selected = selection + (size_t(item / s.tiles) * s.queries + j0) * s.words;
     int visited = 0, pieces = 0;
     for (int word = 0; word < s.words; word++) {
@@ -662,8 +674,9 @@ __global__ void __launch_bounds__(256)
 // Bytes of shared memory of a GatherBlock.
 template <int D>
 inline size_t gather_shared_bytes(const AttentionShape& a, bool backward) {
-    const size_t rows = size_t(a.tile_tokens) * size_t(a.heads), row_tile = rows * D * sizeof(bf16),
-                 key_tiles = 2 * KEY_TILE * D * sizeof(bf16);
+    const size_t rows = size_t(a.tile_tokens) * size_t(a.heads);
+    const size_t row_tile = rows * D * sizeof(bf16);
+    const size_t key_tiles = 2 * KEY_TILE * D * sizeof(bf16);
     return shared_bytes({key_tiles, key_tiles, row_tile, backward ? row_tile : 0, rows * D * sizeof(float),
                          rows * sizeof(float2), size_t(units(a.key_stride, a)) * sizeof(uint32_t),
                          size_t(tile_words(a.key_stride)) * sizeof(uint32_t)});

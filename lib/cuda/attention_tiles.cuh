@@ -285,7 +285,10 @@ template <int D>
 __device__ inline void copy_queries(bf16* tile, const bf16* in, size_t head_stride, size_t token_stride, int rows,
                                     int tokens, const AttentionShape& s) {
     for (int i = threadIdx.x; i < rows * (D / 8); i += blockDim.x) {
-        const int row = i / (D / 8), chunk = i % (D / 8), head = row / s.tile_tokens, token = row % s.tile_tokens;
+        const int row = i / (D / 8);
+        const int chunk = i % (D / 8);
+        const int head = row / s.tile_tokens;
+        const int token = row % s.tile_tokens;
         const bool valid = head < s.heads && token < tokens;
         cp_async_16(tile + chunk_at<D>(row, chunk),
                     valid ? in + head * head_stride + token * token_stride + chunk * 8 : in, valid);
@@ -630,8 +633,8 @@ struct WarpKeys {
     __device__ void add_tokens(const TokenBuffers<branch, D>& buffers, int buffer, bool masked, Token token,
                                const AttentionShape& s) {
         const int column = threadIdx.x % 4 * 2;
-        const bf16 *q_tile = buffers.q_tiles + buffer * KEY_TILE * D,
-                   *dout_tile = buffers.dout_tiles + buffer * KEY_TILE * D;
+        const bf16* q_tile = buffers.q_tiles + buffer * KEY_TILE * D;
+        const bf16* dout_tile = buffers.dout_tiles + buffer * KEY_TILE * D;
         const float* dot = buffers.rows.dot + buffer * KEY_TILE + column;
         const float* minus_shift = buffers.rows.minus_shift + buffer * sub_blocks(branch) * KEY_TILE + column;
 #pragma unroll 1
@@ -666,7 +669,9 @@ struct WarpKeys {
         const int column = threadIdx.x % 4 * 2;
 #pragma unroll
         for (int row = 0; row < 2 * M; row++) {
-            const int m = row / 2, i = row % 2, key = lane_key() + row * 8;
+            const int m = row / 2;
+            const int i = row % 2;
+            const int key = lane_key() + row * 8;
             if (first_key + key >= s.keys) continue;
             const size_t at = size_t(bg * s.key_stride + first_key + key) * D + column;
 #pragma unroll
