@@ -461,6 +461,7 @@ class TiledAttention {
                              vs = operand_tiles<Element>(1, in.branch, in.v, s, OVER_KEYS);
 #pragma omp parallel
         {
+            const AmxTiles registers(PER<Element> == 2);
             pack_tiles(kt, in.branch, in.k, s, OVER_D);
             pack_tiles(vs, in.branch, in.v, s, OVER_KEYS);
             ForwardRoom<Element> room(size_t(s.heads_per_group()) * step, step, kt.padded, kept_tiles(to, s), s);
@@ -702,6 +703,7 @@ class TiledAttention {
             in.branch == SLC ? query_lists(in, count) : std::vector<std::vector<int>>();
 #pragma omp parallel
         {
+            const AmxTiles registers(PER<Element> == 2);
             pack_tiles(x.k, in.branch, in.k, s, OVER_D);
             pack_tiles(x.v, in.branch, in.v, s, OVER_D);
             pack_tiles(x.k_by_keys, in.branch, in.k, s, OVER_KEYS);

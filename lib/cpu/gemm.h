@@ -15,15 +15,11 @@
 #ifdef __AVX512BF16__
 #include <immintrin.h>
 #endif
+#include "amx.h"
 #include "../model/bf16.h"
 #include "../base/memory.h"
 #include "../base/processor.h"
 #include "../base/util.h"
-
-// Products of bf16 take pairs: two neighbours along the summed dimension.
-struct Bf16Pair {
-    Bf16 first, second;
-};
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The micro-kernel, C[R rows][NV vectors] (+)= A[R][depth] B[depth][NV vectors], with C in registers. GCC's vector
@@ -106,16 +102,107 @@ inline void tile_rows(int width, int depth, const Element* a, size_t a_row, size
         }
 }
 
+// A square of vectors in registers. Each step interleaves its two halves, which rotates the bits of the index (row,
+// column) by one; after log2(lanes) steps rows and columns have changed places.
+template <class Element>
+struct Square {
+    static constexpr int lanes = VECTOR_BYTES / sizeof(Element);
+    using integer = std::conditional_t<sizeof(Element) == 8, int64_t, int32_t>;
+    typedef integer vector __attribute__((vector_size(VECTOR_BYTES)));
+    vector row[lanes];
+
+    // The lanes FIRST, FIRST + 1 .. of x and y in turn.
+    template <int FIRST, size_t... I>
+    static vector in_turn(vector x, vector y, std::index_sequence<I...>) {
+#ifdef __clang__
+        return __builtin_shufflevector(x, y, (FIRST + I / 2 + I % 2 * lanes)...);
+#else
+        return __builtin_shuffle(x, y, vector{(FIRST + I / 2 + I % 2 * lanes)...});
+#endif
+    }
+    void transpose() {
+        using all = std::make_index_sequence<lanes>;
+#pragma GCC unroll 4
+        for (int n = 1; n < lanes; n *= 2) {
+            vector next[lanes];
+#pragma GCC unroll 16
+            for (int i = 0; i < lanes / 2; i++) {
+                next[2 * i] = in_turn<0>(row[i], row[i + lanes / 2], all());
+                next[2 * i + 1] = in_turn<lanes / 2>(row[i], row[i + lanes / 2], all());
+            }
+#pragma GCC unroll 16
+            for (int i = 0; i < lanes; i++) row[i] = next[i];
+        }
+    }
+};
+
+// out[i][j] = in[j][i], a square of vectors
+template <class Element>
+inline void transpose_square(Element* out, size_t ldo, const Element* in, size_t ldi) {
+    Square<Element> square;
+    for (int i = 0; i < Square<Element>::lanes; i++) std::memcpy(&square.row[i], in + i * ldi, VECTOR_BYTES);
+    square.transpose();
+    for (int i = 0; i < Square<Element>::lanes; i++) std::memcpy(out + i * ldo, &square.row[i], VECTOR_BYTES);
+}
+
 // The left factor of a product: element (row, k) is data[row * next_row + k * next_k].
 template <class Element>
 struct LeftFactor {
     const Element* data;
     size_t next_row, next_k;
 };
-// C[rows][width] (+)= A[rows][depth] B[depth][width] for operands that fit in the cache; one thread.
+// The products that amx_matmul takes. It reads whole tiles of a transposed A.
+inline bool amx_takes(int rows, int width, const LeftFactor<Bf16Pair>& left) {
+    return AmxTiles::here() && width % TILE == 0 &&
+           (left.next_k == 1 || (left.next_row == 1 && left.next_k >= size_t(rows + TILE - 1) / TILE * TILE));
+}
+// Up to two tiles of rows of A in AMX's order, [2 TILE][line]: `depth` of its elements, and 0 up to a whole tile.
+inline void amx_rows(Bf16Pair* out, size_t line, int rows, int depth, const LeftFactor<Bf16Pair>& left) {
+    for (int y = 0; y < rows; y += TILE)
+        for (int k = 0; k < depth; k += TILE) {
+            alignas(64) Bf16Pair square[TILE][TILE] = {};
+            const Bf16Pair* const from = left.data + y * left.next_row + k * left.next_k;
+            const bool along_k = left.next_k == 1;
+            const int lines = std::min(TILE, along_k ? rows - y : depth - k), length = along_k ? depth - k : TILE;
+            for (int i = 0; i < lines; i++)
+                std::copy_n(from + i * (along_k ? left.next_row : left.next_k), std::min(TILE, length), square[i]);
+            Bf16Pair* const to = out + y * line + k;
+            if (!along_k) transpose_square(to, line, square[0], TILE);
+            else
+                for (int i = 0; i < TILE; i++) std::memcpy(to + i * line, square[i], sizeof square[i]);
+        }
+}
+// tile_matmul in AMX's registers. What is no whole tile of A, or transposed, is copied, and the last lines of B.
+inline void amx_matmul(int rows, int width, int depth, const LeftFactor<Bf16Pair>& left, const Bf16Pair* b, size_t ldb,
+                       float* c, size_t ldc, bool accumulate) {
+    constexpr int MOST = 4 * TILE, LINE = MOST + TILE;  // lines of LINE pairs do not share cache sets
+    alignas(64) Bf16Pair room[2 * TILE * LINE], last_lines[TILE * 2 * TILE];
+    for (int y = 0; y < rows; y += 2 * TILE)
+        for (int k = 0, count; k < depth; k += count) {
+            const int M = std::min(2 * TILE, rows - y);
+            const bool copied = M % TILE || left.next_k != 1 || depth - k < TILE;
+            const LeftFactor<Bf16Pair> a{left.data + y * left.next_row + k * left.next_k, left.next_row, left.next_k};
+            count = depth - k < TILE ? depth - k : std::min(depth - k, copied ? MOST : depth) / TILE * TILE;
+            if (copied) amx_rows(room, LINE, M, count, a);
+            for (int x = 0; x < width; x += 2 * TILE) {
+                const int N = std::min(2 * TILE, width - x);
+                const Bf16Pair* right = b + k * ldb + x;
+                for (int i = 0; count < TILE && i < TILE; i++)
+                    if (i < count) std::copy_n(right + i * ldb, N, last_lines + i * 2 * TILE);
+                    else std::fill_n(last_lines + i * 2 * TILE, N, Bf16Pair{});
+                if (count < TILE) right = last_lines;
+                amx_edge({M, N, count}, copied ? room : a.data, copied ? size_t(LINE) : a.next_row, right,
+                         count < TILE ? size_t(2 * TILE) : ldb, c + y * ldc + x, ldc, accumulate || k > 0);
+            }
+        }
+}
+// C[rows][width] (+)= A[rows][depth] B[depth][width] for operands that fit in the cache; one thread. In AMX's
+// registers, if the thread has set them up.
 template <class Element, class real>
 inline void tile_matmul(int rows, int width, int depth, const LeftFactor<Element>& left, const Element* b, size_t ldb,
                         real* c, size_t ldc, bool accumulate) {
+    if constexpr (HAVE_AMX && std::is_same<Element, Bf16Pair>::value)
+        if (amx_takes(rows, width, left)) return amx_matmul(rows, width, depth, left, b, ldb, c, ldc, accumulate);
     const Element* a = left.data;
     const size_t a_row = left.next_row, a_depth = left.next_k;
     int r = 0;
@@ -195,40 +282,6 @@ inline void pair_rows(Bf16Pair* out, const Bf16Pair* x, const Bf16Pair* y, int c
         out[2 * i + 1] = {x[i].second, y[i].second};
     }
 }
-// A square of vectors in registers. Each step interleaves its two halves, which rotates the bits of the index (row,
-// column) by one; after log2(lanes) steps rows and columns have changed places.
-template <class Element>
-struct Square {
-    static constexpr int lanes = VECTOR_BYTES / sizeof(Element);
-    using integer = std::conditional_t<sizeof(Element) == 8, int64_t, int32_t>;
-    typedef integer vector __attribute__((vector_size(VECTOR_BYTES)));
-    vector row[lanes];
-
-    // The lanes FIRST, FIRST + 1 .. of x and y in turn.
-    template <int FIRST, size_t... I>
-    static vector in_turn(vector x, vector y, std::index_sequence<I...>) {
-#ifdef __clang__
-        return __builtin_shufflevector(x, y, (FIRST + I / 2 + I % 2 * lanes)...);
-#else
-        return __builtin_shuffle(x, y, vector{(FIRST + I / 2 + I % 2 * lanes)...});
-#endif
-    }
-    void transpose() {
-        using all = std::make_index_sequence<lanes>;
-#pragma GCC unroll 4
-        for (int n = 1; n < lanes; n *= 2) {
-            vector next[lanes];
-#pragma GCC unroll 16
-            for (int i = 0; i < lanes / 2; i++) {
-                next[2 * i] = in_turn<0>(row[i], row[i + lanes / 2], all());
-                next[2 * i + 1] = in_turn<lanes / 2>(row[i], row[i + lanes / 2], all());
-            }
-#pragma GCC unroll 16
-            for (int i = 0; i < lanes; i++) row[i] = next[i];
-        }
-    }
-};
-
 // Copies a [depth][width] matrix into the layout that the micro-kernel reads: element (k, x) is read at
 // in[k * in_k + x * in_x] and written to out[k * out_k + x * out_x]. Either in_k or in_x is 1: contiguous lines are
 // read whole and, if out has the other order, transposed in the cache, in `room` (16 elements more per line). For
@@ -308,7 +361,11 @@ class Gemm {
     void operator()(bool transpose_a, bool transpose_b, int M, int N, int K, const real* A, size_t lda, const real* B,
                     size_t ldb, bool accumulate, real* C, size_t ldc) {
         if constexpr (sizeof(real) == sizeof(Bf16Pair))
-            if (bf16) return blocked<Bf16Pair>(transpose_a, transpose_b, M, N, K, A, lda, B, ldb, accumulate, C, ldc);
+            if (bf16)
+                return HAVE_AMX && amx_granted()
+                           ? blocked<Bf16Pair, HAVE_AMX>(transpose_a, transpose_b, M, N, K, A, lda, B, ldb, accumulate,
+                                                         C, ldc)
+                           : blocked<Bf16Pair>(transpose_a, transpose_b, M, N, K, A, lda, B, ldb, accumulate, C, ldc);
         blocked<real>(transpose_a, transpose_b, M, N, K, A, lda, B, ldb, accumulate, C, ldc);
     }
 
@@ -316,8 +373,9 @@ class Gemm {
     // that the micro-kernel reads memory in order. B is packed in panels of PANEL columns, each KC deep, which all
     // threads share; then each thread takes blocks of C, packs the rows of A that a block needs and goes over the
     // panels. Every element of C is one sum over k in order, whatever the blocks: the same bits on any number of
-    // threads. Element is real, or Bf16Pair: then the copies round, and depth, KC and k count pairs.
-    template <class Element>
+    // threads. Element is real, or Bf16Pair: then the copies round, and depth, KC and k count pairs. TILES: in AMX's
+    // registers, where sums are added in another order.
+    template <class Element, bool TILES = false>
     void blocked(bool transpose_a, bool transpose_b, int M, int N, int K, const real* A, size_t lda, const real* B,
                  size_t ldb, bool accumulate, real* C, size_t ldc) {
         if (K == 0 && !accumulate)
@@ -327,54 +385,73 @@ class Gemm {
         const int depth = (K + PER<Element> - 1) / PER<Element>, steps = (depth + KC - 1) / KC,
                   panels = (N + PANEL - 1) / PANEL, threads = size_t(M) * N * K > 100000 ? omp_get_max_threads() : 1;
         if (M <= FEW_ROWS && !transpose_a && transpose_b)
-            return few_rows<Element>(a, b, K, accumulate, C, ldc, threads);
-        const Parts across{panels, (panels + MOST_PANELS - 1) / MOST_PANELS};
+            return few_rows<Element, TILES>(a, b, K, accumulate, C, ldc, threads);
+        using Size = std::conditional_t<TILES, TileSizes, VectorSizes>;
+        const Parts across{panels, (panels + Size::PANELS - 1) / Size::PANELS};
         // What is packed of B at a time, as deep as its memory allows: each time all threads wait for one another.
-        const Parts slabs{steps, (steps + MOST_PACKED / across.most() - 1) / (MOST_PACKED / across.most())};
+        const int most_steps = 4 * Size::PANELS / across.most();
+        const Parts slabs{steps, (steps + most_steps - 1) / most_steps};
         Element* const b_packed =
             reinterpret_cast<Element*>(b_memory.get(size_t(slabs.most()) * across.most() * KC * PANEL));
-        Element* const a_packed = reinterpret_cast<Element*>(a_memory.get(size_t(threads) * A_BLOCK));
+        Element* const a_packed =
+            reinterpret_cast<Element*>(a_memory.get(size_t(threads) * Size::STEPS * Size::A_BLOCK));
 #pragma omp parallel num_threads(threads) if (threads > 1)
-        for (int slice = 0; slice < across.count; slice++)
-            for (int slab = 0; slab < slabs.count; slab++) {
-                const int panel0 = across.begin(slice), width = across.begin(slice + 1) - panel0,
-                          step0 = slabs.begin(slab), step1 = slabs.begin(slab + 1);
+        {
+            const AmxTiles registers(TILES);
+            for (int slice = 0; slice < across.count; slice++)
+                for (int slab = 0; slab < slabs.count; slab++) {
+                    const int panel0 = across.begin(slice), width = across.begin(slice + 1) - panel0,
+                              step0 = slabs.begin(slab), step1 = slabs.begin(slab + 1);
 #pragma omp for collapse(2) schedule(static)
-                for (int step = step0; step < step1; step++)
-                    for (int j = 0; j < width; j++)
-                        pack_panel(b_packed + (size_t(step - step0) * width + j) * KC * PANEL, b, (panel0 + j) * PANEL,
-                                   step * KC, depth, K);
-                const Blocks blocks(M, width, threads);
+                    for (int step = step0; step < step1; step++)
+                        for (int j = 0; j < width; j++)
+                            pack_panel<TILES>(b_packed + (size_t(step - step0) * width + j) * KC * PANEL, b,
+                                              (panel0 + j) * PANEL, step * KC, depth, K);
+                    const Blocks blocks(M, width, threads, Size::ROWS, Size::MC);
 #pragma omp for schedule(dynamic, 1)
-                for (int block = 0; block < blocks.count(); block++) {
-                    Element* const a_block = a_packed + size_t(omp_get_thread_num()) * A_BLOCK;
-                    const int row0 = blocks.rows.begin(block / blocks.columns.count) * MICRO_ROWS,
-                              row1 = std::min(M, blocks.rows.begin(block / blocks.columns.count + 1) * MICRO_ROWS),
-                              j0 = blocks.columns.begin(block % blocks.columns.count),
-                              j1 = blocks.columns.begin(block % blocks.columns.count + 1);
-                    for (int step = step0; step < step1; step++) {
-                        pack_rows(a_block, a, row0, row1 - row0, step * KC, depth, K);
-                        for (int j = j0; j < j1; j++)
-                            multiply_panel(
-                                a_block, transpose_a, b_packed + (size_t(step - step0) * width + j) * KC * PANEL,
-                                std::min(KC, depth - step * KC), row1 - row0, std::min(PANEL, N - (panel0 + j) * PANEL),
-                                C + row0 * ldc + (panel0 + j) * PANEL, ldc, accumulate || step > 0);
+                    for (int block = 0; block < blocks.count(); block++) {
+                        Element* const a_block = a_packed + size_t(omp_get_thread_num()) * Size::STEPS * Size::A_BLOCK;
+                        const int row0 = blocks.rows.begin(block / blocks.columns.count) * Size::ROWS,
+                                  row1 = std::min(M, blocks.rows.begin(block / blocks.columns.count + 1) * Size::ROWS),
+                                  j0 = blocks.columns.begin(block % blocks.columns.count),
+                                  j1 = blocks.columns.begin(block % blocks.columns.count + 1);
+                        for (int first = step0, end; first < step1; first = end) {
+                            end = std::min(step1, first + Size::STEPS);
+                            for (int step = first; step < end; step++)
+                                pack_rows<TILES>(a_block + (step - first) * Size::A_BLOCK, a, row0, row1 - row0,
+                                                 step * KC, depth, K);
+                            for (int j = j0; j < j1; j++)
+                                for (int step = first; step < end; step++)
+                                    multiply_panel<TILES>(a_block + (step - first) * Size::A_BLOCK, transpose_a,
+                                                          b_packed + (size_t(step - step0) * width + j) * KC * PANEL,
+                                                          std::min(KC, depth - step * KC), row1 - row0,
+                                                          std::min(PANEL, N - (panel0 + j) * PANEL),
+                                                          C + row0 * ldc + (panel0 + j) * PANEL, ldc,
+                                                          accumulate || step > 0);
+                        }
                     }
                 }
-            }
+        }
     }
 
   private:
     static constexpr int LANES = VectorOf<real>::lanes;
     static constexpr int PANEL = MICRO_VECTORS * LANES;  // columns of a panel of B
     static constexpr int KC = 256;                       // depth of a panel: in fp32 it takes 64 KiB, or 16 with AVX2
-    static constexpr int MOST_PANELS = 1024 / PANEL;     // of B at a time
-    static constexpr int MOST_PACKED = 4 * MOST_PANELS;  // panels of KC: 4 MiB of fp32
     static constexpr int FEW_ROWS = 4;                   // see few_rows()
-    static constexpr int MC = 96;                        // most rows of a block of A: 102 KiB, a part of the L2 cache
     static constexpr int A_ROW = KC + 16;  // from row to row: if it were a power of two they would share cache sets
-    static constexpr int A_LINE = MC + 16;
-    static constexpr int A_BLOCK = A_LINE * KC;
+    // ROWS are multiplied at once. A block of A has at most MC rows and STEPS panels' depth, a part of the L2 cache. So
+    // many PANELS are packed of B at a time, times 4 where they are few: 4 MiB of fp32.
+    struct VectorSizes {
+        static constexpr int ROWS = MICRO_ROWS, MC = 96, STEPS = 1, PANELS = 1024 / PANEL;
+        static constexpr int A_LINE = MC + 16, A_BLOCK = A_LINE * KC;
+    };
+    // Tiles multiply so fast that what counts is how often memory is read: blocks are as large as the L2 cache allows.
+    struct TileSizes {
+        static constexpr int ROWS = 2 * TILE, MC = 512, STEPS = 2, PANELS = 4096 / PANEL;
+        static constexpr int A_LINE = MC + 16, A_BLOCK = MC * A_ROW;
+    };
+    static constexpr int whole(int n, int step) { return (n + step - 1) / step * step; }
     Workspace<real> a_memory, b_memory;
 
     // 0..size-1 in `count` parts of about equal size.
@@ -388,8 +465,8 @@ class Gemm {
     struct Blocks {
         Parts rows{0, 0}, columns{0, 0};  // of rows of tiles, and of panels
         int count() const { return rows.count * columns.count; }
-        Blocks(int M, int panels, int threads) {
-            const int tiles = (M + MICRO_ROWS - 1) / MICRO_ROWS, fewest = (tiles * MICRO_ROWS + MC - 1) / MC;
+        Blocks(int M, int panels, int threads, int at_once, int most) {
+            const int tiles = (M + at_once - 1) / at_once, fewest = (tiles * at_once + most - 1) / most;
             double best = std::numeric_limits<double>::infinity();
             for (int c = 1; c <= panels && c <= 2 * threads; c *= 2)
                 for (int r = fewest; r <= std::min(tiles, fewest + threads); r++) {
@@ -436,11 +513,13 @@ class Gemm {
             if (whole < count) line[whole] = {to_bf16(from[2 * whole]), 0};
         }
     }
-    // panel [kc][PANEL] = columns x .. of B, from k on; columns behind the last are 0 up to a whole vector.
-    template <class Element>
+    // panel [kc][PANEL] = columns x .. of B, from k on; columns behind the last are 0 up to a whole vector. For tiles,
+    // so are lines behind the last.
+    template <bool TILES, class Element>
     static void pack_panel(Element* panel, const Factor<real>& b, int x, int k, int depth, int K) {
         const int kc = std::min(KC, depth - k), width = std::min(PANEL, b.width - x),
                   padded = (width + LANES - 1) / LANES * LANES;
+        if (TILES) std::fill(panel + kc * PANEL, panel + whole(kc, TILE) * PANEL, Element{});
         if (b.along_x)
             for (int i = 0; i < kc; i++, panel += PANEL) {
                 read_across(panel, b, k + i, x, width, K);
@@ -472,24 +551,52 @@ class Gemm {
         }
     }
     // `count` rows of A from x on; rows up to a whole tile are 0. Whatever way A lies in memory, its lines are copied
-    // as they are: to rows A_ROW apart, or to tiles [kc][MICRO_ROWS], A_TILE apart.
-    template <class Element>
+    // as they are: to rows A_ROW apart, or to lines along the rows, A_LINE apart. AMX reads rows only.
+    template <bool TILES, class Element>
     static void pack_rows(Element* block, const Factor<real>& a, int x, int count, int k, int depth, int K) {
-        const int kc = std::min(KC, depth - k), padded = (count + MICRO_ROWS - 1) / MICRO_ROWS * MICRO_ROWS;
+        const int kc = std::min(KC, depth - k), padded = whole(count, TILES ? TILE : MICRO_ROWS);
+        if constexpr (TILES)
+            if (a.along_x) {
+                for (int i = 0; i < kc; i += TILE)
+                    transpose_rows(block + i, a, x, count, k + i, std::min(TILE, kc - i), K);
+                return;
+            }
         if (a.along_x) {
-            for (int i = 0; i < kc; i++, block += A_LINE) {
+            for (int i = 0; i < kc; i++, block += VectorSizes::A_LINE) {
                 read_across(block, a, k + i, x, count, K);
                 std::fill(block + count, block + padded, Element{});
             }
         } else {
             for (int y = 0; y < count; y++) read_down(block + y * A_ROW, a, k, x + y, kc, K);
             for (int y = count; y < padded; y++) std::fill_n(block + y * A_ROW, kc, Element{});
+            for (int y = 0; TILES && y < padded; y++)
+                std::fill(block + y * A_ROW + kc, block + y * A_ROW + whole(kc, TILE), Element{});
         }
     }
-    // C [rows][width] (+)= packed rows of A times a panel of B. Edges of C go through a buffer.
+    // out [count][A_ROW] = a tile's width of A's rows, of which kc elements are there, from lines along the rows
     template <class Element>
+    static void transpose_rows(Element* out, const Factor<real>& a, int x, int count, int k, int kc, int K) {
+        alignas(64) Element lines[TILE][TileSizes::A_LINE];
+        for (int i = 0; i < kc; i++) {
+            read_across(lines[i], a, k + i, x, count, K);
+            std::fill(lines[i] + count, lines[i] + whole(count, TILE), Element{});
+        }
+        for (int i = kc; i < TILE; i++) std::fill_n(lines[i], whole(count, TILE), Element{});
+        for (int y = 0; y < count; y += TILE) transpose_square(out + y * A_ROW, A_ROW, lines[0] + y, TileSizes::A_LINE);
+    }
+    // C [M][N] (+)= packed rows of A times a panel of B, in AMX's registers
+    static void multiply_tiles(const Bf16Pair* a, size_t a_row, const Bf16Pair* b, GemmSize s, real* c, size_t ldc,
+                               bool accumulate) {
+        for (int x = 0; x < s.N; x += 2 * TILE)
+            for (int y = 0; y < s.M; y += 2 * TILE)
+                amx_edge({std::min(2 * TILE, s.M - y), std::min(2 * TILE, s.N - x), s.K}, a + y * a_row, a_row, b + x,
+                         PANEL, c + y * ldc + x, ldc, accumulate);
+    }
+    // C [rows][width] (+)= packed rows of A times a panel of B. Edges of C go through a buffer.
+    template <bool TILES, class Element>
     static void multiply_panel(const Element* a, bool in_tiles, const Element* b, int depth, int rows, int width,
                                real* c, size_t ldc, bool accumulate) {
+        if constexpr (TILES) return multiply_tiles(a, A_ROW, b, {rows, width, depth}, c, ldc, accumulate);
         for (int y = 0; y < rows; y += MICRO_ROWS) {
             const int left = std::min(MICRO_ROWS, rows - y);
             const bool whole = left == MICRO_ROWS && width % LANES == 0;
@@ -502,7 +609,8 @@ class Gemm {
                     for (int v = 0; v < width; v += 64 / int(sizeof(real))) __builtin_prefetch(here + i * ldc + v, 1);
             real* const to = whole ? here : edge;
             const size_t ldto = whole ? ldc : PANEL;
-            if (in_tiles) multiply_tile<MICRO_ROWS, 1, A_LINE>(depth, a + y, b, width, to, ldto, accumulate);
+            if (in_tiles)
+                multiply_tile<MICRO_ROWS, 1, VectorSizes::A_LINE>(depth, a + y, b, width, to, ldto, accumulate);
             else multiply_tile<MICRO_ROWS, A_ROW, 1>(depth, a + y * A_ROW, b, width, to, ldto, accumulate);
             if (!whole)
                 for (int i = 0; i < left; i++) std::copy_n(edge + i * PANEL, width, here + i * ldc);
@@ -522,27 +630,37 @@ class Gemm {
     }
     // C (+)= a few rows A, as in decoding, times B^T: a panel is multiplied as soon as it is packed, while it lies in
     // the cache, so that B is read once and nothing of it is written. Each element is the sum that it is in blocked().
-    template <class Element>
+    template <class Element, bool TILES>
     void few_rows(const Factor<real>& a, const Factor<real>& b, int K, bool accumulate, real* C, size_t ldc,
                   int threads) {
-        const int depth = (K + PER<Element> - 1) / PER<Element>, panels = (b.width + PANEL - 1) / PANEL;
-        Element* const rows = reinterpret_cast<Element*>(a_memory.get(size_t(a.width) * depth));
+        const int depth = (K + PER<Element> - 1) / PER<Element>, panels = (b.width + PANEL - 1) / PANEL,
+                  row = whole(depth, TILE), all_rows = TILES ? TILE : a.width;
+        Element* const rows = reinterpret_cast<Element*>(a_memory.get(size_t(all_rows) * row));
         Element* const packed = reinterpret_cast<Element*>(b_memory.get(size_t(threads) * KC * PANEL));
-        for (int m = 0; m < a.width; m++) read_down(rows + size_t(m) * depth, a, 0, m, depth, K);
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-        for (int j = 0; j < panels; j++) {
-            Element* const panel = packed + size_t(omp_get_thread_num()) * KC * PANEL;
-            const int width = std::min(PANEL, b.width - j * PANEL);
-            alignas(64) real sums[FEW_ROWS][PANEL];
-            for (int m = 0; m < a.width; m++)
-                if (accumulate) std::copy_n(C + m * ldc + j * PANEL, width, sums[m]);
-            for (int k = 0; k < depth; k += KC) {
-                pack_panel(panel, b, j * PANEL, k, depth, K);
+        if (TILES) std::fill_n(rows, size_t(all_rows) * row, Element{});
+        for (int m = 0; m < a.width; m++) read_down(rows + size_t(m) * row, a, 0, m, depth, K);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+        {
+            const AmxTiles registers(TILES);
+#pragma omp for schedule(static)
+            for (int j = 0; j < panels; j++) {
+                Element* const panel = packed + size_t(omp_get_thread_num()) * KC * PANEL;
+                const int width = std::min(PANEL, b.width - j * PANEL);
+                alignas(64) real sums[FEW_ROWS][PANEL];
                 for (int m = 0; m < a.width; m++)
-                    multiply_tile<1, 0, 1>(std::min(KC, depth - k), rows + size_t(m) * depth + k, panel, width, sums[m],
-                                           PANEL, accumulate || k > 0);
+                    if (accumulate) std::copy_n(C + m * ldc + j * PANEL, width, sums[m]);
+                for (int k = 0; k < depth; k += KC) {
+                    const int kc = std::min(KC, depth - k);
+                    pack_panel<TILES>(panel, b, j * PANEL, k, depth, K);
+                    if constexpr (TILES)
+                        multiply_tiles(rows + k, row, panel, {a.width, width, kc}, sums[0], PANEL, accumulate || k > 0);
+                    else
+                        for (int m = 0; m < a.width; m++)
+                            multiply_tile<1, 0, 1>(kc, rows + size_t(m) * row + k, panel, width, sums[m], PANEL,
+                                                   accumulate || k > 0);
+                }
+                for (int m = 0; m < a.width; m++) std::copy_n(sums[m], width, C + m * ldc + j * PANEL);
             }
-            for (int m = 0; m < a.width; m++) std::copy_n(sums[m], width, C + m * ldc + j * PANEL);
         }
     }
 };

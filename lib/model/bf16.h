@@ -20,3 +20,8 @@ inline float from_bf16(Bf16 x) {
 }
 inline float round_to_bf16(float x) { return from_bf16(to_bf16(x)); }
 inline double round_to_bf16(double x) { return round_to_bf16(float(x)); }
+
+// Products of bf16 take pairs: two neighbours along the summed dimension.
+struct Bf16Pair {
+    Bf16 first, second;
+};
