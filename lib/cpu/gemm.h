@@ -374,19 +374,20 @@ class Gemm {
     // threads share; then each thread takes blocks of C, packs the rows of A that a block needs and goes over the
     // panels. Every element of C is one sum over k in order, whatever the blocks: the same bits on any number of
     // threads. Element is real, or Bf16Pair: then the copies round, and depth, KC and k count pairs. TILES: in AMX's
-    // registers, where sums are added in another order.
+    // registers, which add 32 products at a time.
     template <class Element, bool TILES = false>
     void blocked(bool transpose_a, bool transpose_b, int M, int N, int K, const real* A, size_t lda, const real* B,
                  size_t ldb, bool accumulate, real* C, size_t ldc) {
         if (K == 0 && !accumulate)
             for (int m = 0; m < M; m++) std::fill_n(C + m * ldc, N, real(0));
         if (M == 0 || N == 0 || K == 0) return;
+        using Size = std::conditional_t<TILES, Tiles, Vectors>;
+        constexpr int KC = Size::KC;
         const Factor<real> a{A, lda, transpose_a, M}, b{B, ldb, !transpose_b, N};
         const int depth = (K + PER<Element> - 1) / PER<Element>, steps = (depth + KC - 1) / KC,
                   panels = (N + PANEL - 1) / PANEL, threads = size_t(M) * N * K > 100000 ? omp_get_max_threads() : 1;
         if (M <= FEW_ROWS && !transpose_a && transpose_b)
-            return few_rows<Element, TILES>(a, b, K, accumulate, C, ldc, threads);
-        using Size = std::conditional_t<TILES, TileSizes, VectorSizes>;
+            return few_rows<Element, Size>(a, b, K, accumulate, C, ldc, threads);
         const Parts across{panels, (panels + Size::PANELS - 1) / Size::PANELS};
         // What is packed of B at a time, as deep as its memory allows: each time all threads wait for one another.
         const int most_steps = 4 * Size::PANELS / across.most();
@@ -405,8 +406,8 @@ class Gemm {
 #pragma omp for collapse(2) schedule(static)
                     for (int step = step0; step < step1; step++)
                         for (int j = 0; j < width; j++)
-                            pack_panel<TILES>(b_packed + (size_t(step - step0) * width + j) * KC * PANEL, b,
-                                              (panel0 + j) * PANEL, step * KC, depth, K);
+                            pack_panel<Size>(b_packed + (size_t(step - step0) * width + j) * KC * PANEL, b,
+                                             (panel0 + j) * PANEL, step * KC, depth, K);
                     const Blocks blocks(M, width, threads, Size::ROWS, Size::MC);
 #pragma omp for schedule(dynamic, 1)
                     for (int block = 0; block < blocks.count(); block++) {
@@ -418,16 +419,16 @@ class Gemm {
                         for (int first = step0, end; first < step1; first = end) {
                             end = std::min(step1, first + Size::STEPS);
                             for (int step = first; step < end; step++)
-                                pack_rows<TILES>(a_block + (step - first) * Size::A_BLOCK, a, row0, row1 - row0,
-                                                 step * KC, depth, K);
+                                pack_rows<Size>(a_block + (step - first) * Size::A_BLOCK, a, row0, row1 - row0,
+                                                step * KC, depth, K);
                             for (int j = j0; j < j1; j++)
                                 for (int step = first; step < end; step++)
-                                    multiply_panel<TILES>(a_block + (step - first) * Size::A_BLOCK, transpose_a,
-                                                          b_packed + (size_t(step - step0) * width + j) * KC * PANEL,
-                                                          std::min(KC, depth - step * KC), row1 - row0,
-                                                          std::min(PANEL, N - (panel0 + j) * PANEL),
-                                                          C + row0 * ldc + (panel0 + j) * PANEL, ldc,
-                                                          accumulate || step > 0);
+                                    multiply_panel<Size>(a_block + (step - first) * Size::A_BLOCK, transpose_a,
+                                                         b_packed + (size_t(step - step0) * width + j) * KC * PANEL,
+                                                         std::min(KC, depth - step * KC), row1 - row0,
+                                                         std::min(PANEL, N - (panel0 + j) * PANEL),
+                                                         C + row0 * ldc + (panel0 + j) * PANEL, ldc,
+                                                         accumulate || step > 0);
                         }
                     }
                 }
@@ -437,19 +438,22 @@ class Gemm {
   private:
     static constexpr int LANES = VectorOf<real>::lanes;
     static constexpr int PANEL = MICRO_VECTORS * LANES;  // columns of a panel of B
-    static constexpr int KC = 256;                       // depth of a panel: in fp32 it takes 64 KiB, or 16 with AVX2
     static constexpr int FEW_ROWS = 4;                   // see few_rows()
-    static constexpr int A_ROW = KC + 16;  // from row to row: if it were a power of two they would share cache sets
-    // ROWS are multiplied at once. A block of A has at most MC rows and STEPS panels' depth, a part of the L2 cache. So
-    // many PANELS are packed of B at a time, times 4 where they are few: 4 MiB of fp32.
-    struct VectorSizes {
-        static constexpr int ROWS = MICRO_ROWS, MC = 96, STEPS = 1, PANELS = 1024 / PANEL;
-        static constexpr int A_LINE = MC + 16, A_BLOCK = A_LINE * KC;
+    // Panels of B are KC deep: in fp32 one takes 64 KiB, or 16 with AVX2. ROWS are multiplied at once. A block of A has
+    // at most MC rows and the depth of STEPS panels, a part of the L2 cache. So many PANELS are packed of B at a time,
+    // times 4 where they are few: 4 MiB of fp32. If A_ROW, from row to row of a block, were a power of two, rows would
+    // share cache sets.
+    struct Vectors {
+        static constexpr bool tiles = false;
+        static constexpr int KC = 256, ROWS = MICRO_ROWS, MC = 96, STEPS = 1, PANELS = 1024 / PANEL;
+        static constexpr int A_ROW = KC + 16, A_LINE = MC + 16, A_BLOCK = A_LINE * KC;
     };
-    // Tiles multiply so fast that what counts is how often memory is read: blocks are as large as the L2 cache allows.
-    struct TileSizes {
-        static constexpr int ROWS = 2 * TILE, MC = 512, STEPS = 2, PANELS = 4096 / PANEL;
-        static constexpr int A_LINE = MC + 16, A_BLOCK = MC * A_ROW;
+    // AMX multiplies so fast that memory sets the pace: the half of a panel that tiles of A meet one after another
+    // stays in the L1 cache, blocks of A and of C fill the L2 cache.
+    struct Tiles {
+        static constexpr bool tiles = true;
+        static constexpr int KC = 128, ROWS = 2 * TILE, MC = 256, STEPS = 4, PANELS = 2048 / PANEL;
+        static constexpr int A_ROW = KC + 16, A_LINE = MC + 16, A_BLOCK = MC * A_ROW;
     };
     static constexpr int whole(int n, int step) { return (n + step - 1) / step * step; }
     Workspace<real> a_memory, b_memory;
@@ -515,11 +519,11 @@ class Gemm {
     }
     // panel [kc][PANEL] = columns x .. of B, from k on; columns behind the last are 0 up to a whole vector. For tiles,
     // so are lines behind the last.
-    template <bool TILES, class Element>
+    template <class Size, class Element>
     static void pack_panel(Element* panel, const Factor<real>& b, int x, int k, int depth, int K) {
-        const int kc = std::min(KC, depth - k), width = std::min(PANEL, b.width - x),
+        const int kc = std::min(Size::KC, depth - k), width = std::min(PANEL, b.width - x),
                   padded = (width + LANES - 1) / LANES * LANES;
-        if (TILES) std::fill(panel + kc * PANEL, panel + whole(kc, TILE) * PANEL, Element{});
+        if (Size::tiles) std::fill(panel + kc * PANEL, panel + whole(kc, TILE) * PANEL, Element{});
         if (b.along_x)
             for (int i = 0; i < kc; i++, panel += PANEL) {
                 read_across(panel, b, k + i, x, width, K);
@@ -527,21 +531,21 @@ class Gemm {
             }
         else
             for (int j = 0; j < padded; j += LANES)
-                transpose_lines(panel + j, b, x + j, std::min(LANES, width - j), k, kc, K);
+                transpose_lines<Size>(panel + j, b, x + j, std::min(LANES, width - j), k, kc, K);
     }
     // out [kc][PANEL] = LANES columns x .. of B, of which `count` are there; they lie along k in memory. They are read
     // as a whole first: short reads of many lines defeat the processor's prefetching. What follows is fetched
     // meanwhile: the next columns, or after a panel's last the same panel's next piece along k.
-    template <class Element>
+    template <class Size, class Element>
     static void transpose_lines(Element* out, const Factor<real>& b, int x, int count, int k, int kc, int K) {
-        alignas(64) Element lines[LANES][A_ROW];
+        alignas(64) Element lines[LANES][Size::A_ROW];
         for (int y = 0; y < count; y++) read_down(lines[y], b, k, x + y, kc, K);
         for (int y = count; y < LANES; y++) std::fill_n(lines[y], kc, Element{});
         const bool last = x % PANEL == PANEL - LANES;
-        const int next_x = last ? x + LANES - PANEL : x + LANES, next_k = PER<Element> * (last ? k + KC : k);
+        const int next_x = last ? x + LANES - PANEL : x + LANES, next_k = PER<Element> * (last ? k + Size::KC : k);
         for (int i = 0; i < kc; i += LANES) {
             if (i < LANES * LANES)
-                for (int line = 0; line < PER<Element> * KC; line += 64 / int(sizeof(real)))
+                for (int line = 0; line < PER<Element> * Size::KC; line += 64 / int(sizeof(real)))
                     __builtin_prefetch(b.data + (next_x + size_t(i / LANES)) * b.ld + next_k + line);
             Square<Element> square;
             for (int y = 0; y < LANES; y++) std::memcpy(&square.row[y], lines[y] + i, VECTOR_BYTES);
@@ -552,37 +556,38 @@ class Gemm {
     }
     // `count` rows of A from x on; rows up to a whole tile are 0. Whatever way A lies in memory, its lines are copied
     // as they are: to rows A_ROW apart, or to lines along the rows, A_LINE apart. AMX reads rows only.
-    template <bool TILES, class Element>
+    template <class Size, class Element>
     static void pack_rows(Element* block, const Factor<real>& a, int x, int count, int k, int depth, int K) {
-        const int kc = std::min(KC, depth - k), padded = whole(count, TILES ? TILE : MICRO_ROWS);
-        if constexpr (TILES)
+        const int kc = std::min(Size::KC, depth - k), padded = whole(count, Size::tiles ? TILE : MICRO_ROWS);
+        if constexpr (Size::tiles)
             if (a.along_x) {
                 for (int i = 0; i < kc; i += TILE)
                     transpose_rows(block + i, a, x, count, k + i, std::min(TILE, kc - i), K);
                 return;
             }
         if (a.along_x) {
-            for (int i = 0; i < kc; i++, block += VectorSizes::A_LINE) {
+            for (int i = 0; i < kc; i++, block += Vectors::A_LINE) {
                 read_across(block, a, k + i, x, count, K);
                 std::fill(block + count, block + padded, Element{});
             }
         } else {
-            for (int y = 0; y < count; y++) read_down(block + y * A_ROW, a, k, x + y, kc, K);
-            for (int y = count; y < padded; y++) std::fill_n(block + y * A_ROW, kc, Element{});
-            for (int y = 0; TILES && y < padded; y++)
-                std::fill(block + y * A_ROW + kc, block + y * A_ROW + whole(kc, TILE), Element{});
+            for (int y = 0; y < count; y++) read_down(block + y * Size::A_ROW, a, k, x + y, kc, K);
+            for (int y = count; y < padded; y++) std::fill_n(block + y * Size::A_ROW, kc, Element{});
+            for (int y = 0; Size::tiles && y < padded; y++)
+                std::fill(block + y * Size::A_ROW + kc, block + y * Size::A_ROW + whole(kc, TILE), Element{});
         }
     }
     // out [count][A_ROW] = a tile's width of A's rows, of which kc elements are there, from lines along the rows
     template <class Element>
     static void transpose_rows(Element* out, const Factor<real>& a, int x, int count, int k, int kc, int K) {
-        alignas(64) Element lines[TILE][TileSizes::A_LINE];
+        alignas(64) Element lines[TILE][Tiles::A_LINE];
         for (int i = 0; i < kc; i++) {
             read_across(lines[i], a, k + i, x, count, K);
             std::fill(lines[i] + count, lines[i] + whole(count, TILE), Element{});
         }
         for (int i = kc; i < TILE; i++) std::fill_n(lines[i], whole(count, TILE), Element{});
-        for (int y = 0; y < count; y += TILE) transpose_square(out + y * A_ROW, A_ROW, lines[0] + y, TileSizes::A_LINE);
+        for (int y = 0; y < count; y += TILE)
+            transpose_square(out + y * Tiles::A_ROW, Tiles::A_ROW, lines[0] + y, Tiles::A_LINE);
     }
     // C [M][N] (+)= packed rows of A times a panel of B, in AMX's registers
     static void multiply_tiles(const Bf16Pair* a, size_t a_row, const Bf16Pair* b, GemmSize s, real* c, size_t ldc,
@@ -593,10 +598,10 @@ class Gemm {
                          PANEL, c + y * ldc + x, ldc, accumulate);
     }
     // C [rows][width] (+)= packed rows of A times a panel of B. Edges of C go through a buffer.
-    template <bool TILES, class Element>
+    template <class Size, class Element>
     static void multiply_panel(const Element* a, bool in_tiles, const Element* b, int depth, int rows, int width,
                                real* c, size_t ldc, bool accumulate) {
-        if constexpr (TILES) return multiply_tiles(a, A_ROW, b, {rows, width, depth}, c, ldc, accumulate);
+        if constexpr (Size::tiles) return multiply_tiles(a, Size::A_ROW, b, {rows, width, depth}, c, ldc, accumulate);
         for (int y = 0; y < rows; y += MICRO_ROWS) {
             const int left = std::min(MICRO_ROWS, rows - y);
             const bool whole = left == MICRO_ROWS && width % LANES == 0;
@@ -609,9 +614,8 @@ class Gemm {
                     for (int v = 0; v < width; v += 64 / int(sizeof(real))) __builtin_prefetch(here + i * ldc + v, 1);
             real* const to = whole ? here : edge;
             const size_t ldto = whole ? ldc : PANEL;
-            if (in_tiles)
-                multiply_tile<MICRO_ROWS, 1, VectorSizes::A_LINE>(depth, a + y, b, width, to, ldto, accumulate);
-            else multiply_tile<MICRO_ROWS, A_ROW, 1>(depth, a + y * A_ROW, b, width, to, ldto, accumulate);
+            if (in_tiles) multiply_tile<MICRO_ROWS, 1, Vectors::A_LINE>(depth, a + y, b, width, to, ldto, accumulate);
+            else multiply_tile<MICRO_ROWS, Size::A_ROW, 1>(depth, a + y * Size::A_ROW, b, width, to, ldto, accumulate);
             if (!whole)
                 for (int i = 0; i < left; i++) std::copy_n(edge + i * PANEL, width, here + i * ldc);
         }
@@ -630,29 +634,29 @@ class Gemm {
     }
     // C (+)= a few rows A, as in decoding, times B^T: a panel is multiplied as soon as it is packed, while it lies in
     // the cache, so that B is read once and nothing of it is written. Each element is the sum that it is in blocked().
-    template <class Element, bool TILES>
+    template <class Element, class Size>
     void few_rows(const Factor<real>& a, const Factor<real>& b, int K, bool accumulate, real* C, size_t ldc,
                   int threads) {
         const int depth = (K + PER<Element> - 1) / PER<Element>, panels = (b.width + PANEL - 1) / PANEL,
-                  row = whole(depth, TILE), all_rows = TILES ? TILE : a.width;
+                  row = whole(depth, TILE), all_rows = Size::tiles ? TILE : a.width;
         Element* const rows = reinterpret_cast<Element*>(a_memory.get(size_t(all_rows) * row));
-        Element* const packed = reinterpret_cast<Element*>(b_memory.get(size_t(threads) * KC * PANEL));
-        if (TILES) std::fill_n(rows, size_t(all_rows) * row, Element{});
+        Element* const packed = reinterpret_cast<Element*>(b_memory.get(size_t(threads) * Size::KC * PANEL));
+        if (Size::tiles) std::fill_n(rows, size_t(all_rows) * row, Element{});
         for (int m = 0; m < a.width; m++) read_down(rows + size_t(m) * row, a, 0, m, depth, K);
 #pragma omp parallel num_threads(threads) if (threads > 1)
         {
-            const AmxTiles registers(TILES);
+            const AmxTiles registers(Size::tiles);
 #pragma omp for schedule(static)
             for (int j = 0; j < panels; j++) {
-                Element* const panel = packed + size_t(omp_get_thread_num()) * KC * PANEL;
+                Element* const panel = packed + size_t(omp_get_thread_num()) * Size::KC * PANEL;
                 const int width = std::min(PANEL, b.width - j * PANEL);
                 alignas(64) real sums[FEW_ROWS][PANEL];
                 for (int m = 0; m < a.width; m++)
                     if (accumulate) std::copy_n(C + m * ldc + j * PANEL, width, sums[m]);
-                for (int k = 0; k < depth; k += KC) {
-                    const int kc = std::min(KC, depth - k);
-                    pack_panel<TILES>(panel, b, j * PANEL, k, depth, K);
-                    if constexpr (TILES)
+                for (int k = 0; k < depth; k += Size::KC) {
+                    const int kc = std::min(Size::KC, depth - k);
+                    pack_panel<Size>(panel, b, j * PANEL, k, depth, K);
+                    if constexpr (Size::tiles)
                         multiply_tiles(rows + k, row, panel, {a.width, width, kc}, sums[0], PANEL, accumulate || k > 0);
                     else
                         for (int m = 0; m < a.width; m++)
