@@ -590,7 +590,7 @@ class Gemm {
             transpose_square(out + y * Tiles::A_ROW, Tiles::A_ROW, lines[0] + y, Tiles::A_LINE);
     }
     // C [M][N] (+)= packed rows of A times a panel of B, in AMX's registers
-    static void multiply_tiles(const Bf16Pair* a, size_t a_row, const Bf16Pair* b, GemmSize s, real* c, size_t ldc,
+    static void multiply_tiles(const Bf16Pair* a, size_t a_row, const Bf16Pair* b, GemmSize s, float* c, size_t ldc,
                                bool accumulate) {
         for (int x = 0; x < s.N; x += 2 * TILE)
             for (int y = 0; y < s.M; y += 2 * TILE)

@@ -196,18 +196,19 @@ void check_gemm(GemmFunction gemm_function, int M, int N, int K, bool bf16 = fal
 }
 template <class real, class GemmFunction>
 void check_gemm_shapes(GemmFunction gemm_function, bool bf16 = false) {
-    // Every boundary of the blocking in each dimension: register blocks (6 rows, vectors of columns),
-    // panels, MC 96, KC 256 (512 in pairs of bf16), 1024 columns.
+    // Every boundary of the blocking in each dimension: register blocks (6 rows, vectors of columns; AMX's tiles of 16
+    // rows and columns, 32 deep, and two of them), panels, MC 96 and 256, KC 256 (512 in pairs of bf16, 256 with AMX),
+    // 1024 and 2048 columns.
     const auto check = [&](int M, int N, int K) { check_gemm<real>(gemm_function, M, N, K, bf16); };
     const std::vector<int> all = {1,  2,  5,  6,  7,  15,  16,  17,  31,  32,  33, 63,
                                   64, 65, 95, 96, 97, 255, 256, 257, 511, 512, 513};
-    const std::vector<int> some = {1,  2,  6,  16,  17,
-                                   32, 33, 97, 512, 513};  // the blocking is the same; what differs are pairs
+    const std::vector<int> some = {1, 2, 6, 15, 16, 17, 31, 32, 33, 48, 65, 97, 255, 256, 257, 512, 513};
     for (int x : bf16 ? some : all) check(x, 7, 9), check(7, x, 9), check(7, 9, x);
     for (int x : {1023, 1024, 1025}) check(x, 5, 3), check(5, x, 3), check(5, 3, x), check(7, x, 257);
     for (int K : {0, 1, 257}) check(13, 67, K);
     check(97, 129, 65);
     check(200, 65, 300);
+    if (bf16) check(300, 49, 70), check(33, 2100, 40);
     check(13, 1000, bf16 ? 2100 : 1100);                          // deeper than what is packed of B at a time
     for (int M : {1, 2, 3, 4}) check(M, 131, bf16 ? 1101 : 601);  // few rows: several panels, several pieces of KC
     check(1, 1, 1);
@@ -223,6 +224,76 @@ TEST(op_gemm_bf16) {
     Gemm<float> gemm;
     gemm.bf16 = true;
     check_gemm_shapes<float>([&](auto... x) { gemm(x...); }, true);
+    if (!amx_granted()) return skip("op_gemm_bf16 in AMX's tiles: this build, processor or system has none");
+    check_gemm_shapes<float>([&](auto... x) { gemm.blocked<Bf16Pair>(x...); }, true);  // in vectors
+}
+TEST(op_gemm_of_few_rows_has_the_bits_of_many) {
+    const int N = 131, K = 1101, many = 40;
+    Random random(8);
+    Buffer<float> A(size_t(many) * K, "A"), B(size_t(N) * K, "B"), all(size_t(many) * N, "C");
+    A.fill(random), B.fill(random);
+    Gemm<float> gemm;
+    for (const bool bf16 : {false, true}) {
+        gemm.bf16 = bf16 && HAVE_BF16;
+        gemm.nt({many, N, K}, A, K, B, K, false, all, N);
+        for (int few : {1, 2, 3, 4}) {
+            Buffer<float> C(size_t(few) * N, "few rows of C");
+            gemm.nt({few, N, K}, A, K, B, K, false, C, N);
+            CHECK_SAME_BITS(C.data(), all.data(), C.size());
+        }
+    }
+}
+// tile_matmul of pairs, in vectors or in AMX's tiles, with every kind of edge. What it must not read is NaN.
+static void check_products_of_pairs(int rows, int width, int depth, bool transposed, bool accumulate) {
+    using Num = oracle::Number<float>;
+    const int lda = transposed ? (rows + TILE - 1) / TILE * TILE : depth + 2, ldb = width + 4, ldc = width + 3;
+    Random random(9);
+    Buffer<float> a(size_t(2) * rows * depth, "A"), b(size_t(2) * depth * width, "B"), C(size_t(rows) * ldc, "C");
+    a.fill(random), b.fill(random), C.fill(random);
+    for (Buffer<float>* x : {&a, &b})
+        for (size_t i = 0; i < x->size(); i++) (*x)[i] = float(oracle::rounded_to_bf16(double((*x)[i])));
+    const std::vector<float> before(C.data(), C.data() + C.size());
+    const Bf16Pair nan = {0x7FC0, 0x7FC0};
+    std::vector<Bf16Pair> A(size_t(transposed ? depth : rows) * lda, nan), B(size_t(depth) * ldb, nan);
+    for (int k = 0; k < depth; k++) {
+        for (int m = 0; m < rows; m++)
+            round_row(&A[transposed ? size_t(k) * lda + m : size_t(m) * lda + k], &a[size_t(2) * (m * depth + k)], 1);
+        for (int n = 0; n < width; n++) round_row(&B[size_t(k) * ldb + n], &b[size_t(2) * (k * width + n)], 1);
+    }
+    tile_matmul(rows, width, depth,
+                LeftFactor<Bf16Pair>{A.data(), size_t(transposed ? 1 : lda), size_t(transposed ? lda : 1)}, B.data(),
+                size_t(ldb), C.data(), size_t(ldc), accumulate);
+    oracle::Numbers<float> expected;
+    Buffer<float> found(size_t(rows) * width, "product");
+    for (int m = 0; m < rows; m++) {
+        for (int n = 0; n < width; n++) {
+            double value = accumulate ? double(before[size_t(m) * ldc + n]) : 0, magnitude = std::fabs(value);
+            for (int i = 0; i < 2 * depth; i++) {
+                const double x = a[size_t(2) * m * depth + i], y = b[size_t(2) * (i / 2 * width + n) + i % 2];
+                value += x * y, magnitude += std::fabs(x * y);
+            }
+            expected.push_back(Num(value, oracle::gamma<float>(2 * depth + 1) * magnitude));
+            found[size_t(m) * width + n] = C[size_t(m) * ldc + n];
+        }
+        CHECK_SAME_BITS(C + size_t(m) * ldc + width, before.data() + size_t(m) * ldc + width, 3);
+    }
+    CHECK_ARRAY(found, expected, rows, width);
+}
+TEST(op_products_of_pairs_in_the_cache) {
+    if (!HAVE_BF16) return skip("op_products_of_pairs_in_the_cache: this build's processor has no AVX512_BF16");
+    for (const bool tiles : {false, true}) {
+        const AmxTiles registers(tiles);
+        CHECK_EQUAL(AmxTiles::here(), tiles && amx_granted());
+        for (const int mode : {0, 1, 2, 3}) {
+            const auto check = [&](int rows, int width, int depth) {
+                check_products_of_pairs(rows, width, depth, mode & 1, mode & 2);
+            };
+            for (int x : {1, 6, 15, 16, 17, 31, 32, 33, 64, 96, 97})
+                check(x, 48, 20), check(33, 32, x), check(17, x, 32);
+            check(100, 64, 70), check(6, 128, 150);
+        }
+    }
+    CHECK(!AmxTiles::here());
 }
 TEST(op_to_bf16) {  // round to nearest, ties to even, over every float of a few binades, and the special ones
     for (uint32_t high : {0x0000u, 0x0001u, 0x3F80u, 0x3F81u, 0x7F7Fu, 0x8000u, 0xBF80u, 0xBFFFu})
