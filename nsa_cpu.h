@@ -50,7 +50,9 @@ struct Cpu : HostRuntime, HostOptimiser<real_> {
     double peak_flops() const { return 0; }  // unknown
     std::string describe() const {
         return format_text("CPU, fp%d%s", int(8 * sizeof(real)),
-                           gemm.bf16 ? " with the inputs of GEMMs rounded to bf16" : "");
+                           !gemm.bf16      ? ""
+                           : amx_granted() ? " with the inputs of GEMMs rounded to bf16, by AMX"
+                                           : " with the inputs of GEMMs rounded to bf16");
     }
     std::string describe_selected(const NsaShape&) const { return ""; }  // there is one way only
     std::vector<std::string> describe_products(int, int, int) const { return {}; }

@@ -76,8 +76,8 @@ static void print_conditions() {
         if (line.compare(0, 10, "model name") == 0) processor = line.substr(line.find(':') + 2);
     double load[3] = {};
     if (getloadavg(load, 3) != 3) load[0] = -1;
-    std::printf("# processor: %s, %d usable, vectors of %d bytes, bf16 dot products: %s\n", processor.c_str(),
-                usable_processors(), VECTOR_BYTES, HAVE_BF16 ? "yes" : "no");
+    std::printf("# processor: %s, %d usable, vectors of %d bytes, bf16 dot products: %s, AMX: %s\n", processor.c_str(),
+                usable_processors(), VECTOR_BYTES, HAVE_BF16 ? "yes" : "no", amx_granted() ? "yes" : "no");
     if (!HAVE_BF16) std::printf("# no bf16 dot products here: what is measured in bf16 elsewhere is left out\n");
     std::printf("# built by g++ %s, %d threads\n", __VERSION__, omp_get_max_threads());
     std::printf("# load averages now: %.2f %.2f %.2f\n", load[0], load[1], load[2]);

@@ -601,24 +601,29 @@ class Gemm {
     template <class Size, class Element>
     static void multiply_panel(const Element* a, bool in_tiles, const Element* b, int depth, int rows, int width,
                                real* c, size_t ldc, bool accumulate) {
-        if constexpr (Size::tiles) return multiply_tiles(a, Size::A_ROW, b, {rows, width, depth}, c, ldc, accumulate);
-        for (int y = 0; y < rows; y += MICRO_ROWS) {
-            const int left = std::min(MICRO_ROWS, rows - y);
-            const bool whole = left == MICRO_ROWS && width % LANES == 0;
-            alignas(64) real edge[MICRO_ROWS * PANEL];
-            real* const here = c + y * ldc;
-            if (!whole && accumulate)
-                for (int i = 0; i < left; i++) std::copy_n(here + i * ldc, width, edge + i * PANEL);
-            if (whole)
-                for (int i = 0; i < MICRO_ROWS; i++)
-                    for (int v = 0; v < width; v += 64 / int(sizeof(real))) __builtin_prefetch(here + i * ldc + v, 1);
-            real* const to = whole ? here : edge;
-            const size_t ldto = whole ? ldc : PANEL;
-            if (in_tiles) multiply_tile<MICRO_ROWS, 1, Vectors::A_LINE>(depth, a + y, b, width, to, ldto, accumulate);
-            else multiply_tile<MICRO_ROWS, Size::A_ROW, 1>(depth, a + y * Size::A_ROW, b, width, to, ldto, accumulate);
-            if (!whole)
-                for (int i = 0; i < left; i++) std::copy_n(edge + i * PANEL, width, here + i * ldc);
-        }
+        if constexpr (Size::tiles) multiply_tiles(a, Size::A_ROW, b, GemmSize{rows, width, depth}, c, ldc, accumulate);
+        else
+            for (int y = 0; y < rows; y += MICRO_ROWS) {
+                const int left = std::min(MICRO_ROWS, rows - y);
+                const bool whole = left == MICRO_ROWS && width % LANES == 0;
+                alignas(64) real edge[MICRO_ROWS * PANEL];
+                real* const here = c + y * ldc;
+                if (!whole && accumulate)
+                    for (int i = 0; i < left; i++) std::copy_n(here + i * ldc, width, edge + i * PANEL);
+                if (whole)
+                    for (int i = 0; i < MICRO_ROWS; i++)
+                        for (int v = 0; v < width; v += 64 / int(sizeof(real)))
+                            __builtin_prefetch(here + i * ldc + v, 1);
+                real* const to = whole ? here : edge;
+                const size_t ldto = whole ? ldc : PANEL;
+                if (in_tiles)
+                    multiply_tile<MICRO_ROWS, 1, Vectors::A_LINE>(depth, a + y, b, width, to, ldto, accumulate);
+                else
+                    multiply_tile<MICRO_ROWS, Size::A_ROW, 1>(depth, a + y * Size::A_ROW, b, width, to, ldto,
+                                                              accumulate);
+                if (!whole)
+                    for (int i = 0; i < left; i++) std::copy_n(edge + i * PANEL, width, here + i * ldc);
+            }
     }
     template <int ROWS, int NEXT_ROW, int NEXT_K, class Element>
     static void multiply_tile(int depth, const Element* a, const Element* b, int width, real* c, size_t ldc,
@@ -657,7 +662,8 @@ class Gemm {
                     const int kc = std::min(Size::KC, depth - k);
                     pack_panel<Size>(panel, b, j * PANEL, k, depth, K);
                     if constexpr (Size::tiles)
-                        multiply_tiles(rows + k, row, panel, {a.width, width, kc}, sums[0], PANEL, accumulate || k > 0);
+                        multiply_tiles(rows + k, row, panel, GemmSize{a.width, width, kc}, sums[0], PANEL,
+                                       accumulate || k > 0);
                     else
                         for (int m = 0; m < a.width; m++)
                             multiply_tile<1, 0, 1>(kc, rows + size_t(m) * row + k, panel, width, sums[m], PANEL,
