@@ -25,17 +25,19 @@ inline bool amx_granted() {
     return granted;
 }
 
-// Sets up this thread's registers, all at full size, while the object lives, if they are wanted and granted.
+// Sets up this thread's registers while the object lives, if they are wanted and granted: at full size, or for products
+// whose A and C have fewer rows than a tile.
 class AmxTiles {
   public:
-    explicit AmxTiles(bool wanted) {
+    explicit AmxTiles(bool wanted, int rows = TILE) {
         if (!wanted || !amx_granted()) return;
         struct alignas(64) {
             uint8_t palette = 1, start_row = 0, reserved[14] = {};
             uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
             uint8_t rows[16] = {TILE, TILE, TILE, TILE, TILE, TILE, TILE, TILE};
         } config;
-        asm volatile("" ::"r"(&config) : "memory");  // all of it is read
+        for (int i = 0; i < 6; i++) config.rows[i] = uint8_t(rows);  // C and A; 6 and 7 hold B
+        asm volatile("" ::"r"(&config) : "memory");                  // all of it is read
         _tile_loadconfig(&config);
         ready = true;
     }
@@ -95,7 +97,7 @@ inline void amx_block(int depth, const Bf16Pair* a, size_t a_row, const Bf16Pair
 constexpr bool HAVE_AMX = false;
 inline bool amx_granted() { return false; }
 struct AmxTiles {
-    explicit AmxTiles(bool) {}
+    explicit AmxTiles(bool, int = TILE) {}
     static bool here() { return false; }
 };
 template <int R, int N>

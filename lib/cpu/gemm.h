@@ -643,14 +643,16 @@ class Gemm {
     void few_rows(const Factor<real>& a, const Factor<real>& b, int K, bool accumulate, real* C, size_t ldc,
                   int threads) {
         const int depth = (K + PER<Element> - 1) / PER<Element>, panels = (b.width + PANEL - 1) / PANEL,
-                  row = whole(depth, TILE), all_rows = Size::tiles ? TILE : a.width;
-        Element* const rows = reinterpret_cast<Element*>(a_memory.get(size_t(all_rows) * row));
+                  row = whole(depth, TILE);
+        Element* const rows = reinterpret_cast<Element*>(a_memory.get(size_t(a.width) * row));
         Element* const packed = reinterpret_cast<Element*>(b_memory.get(size_t(threads) * Size::KC * PANEL));
-        if (Size::tiles) std::fill_n(rows, size_t(all_rows) * row, Element{});
-        for (int m = 0; m < a.width; m++) read_down(rows + size_t(m) * row, a, 0, m, depth, K);
+        for (int m = 0; m < a.width; m++) {
+            read_down(rows + size_t(m) * row, a, 0, m, depth, K);
+            std::fill(rows + size_t(m) * row + depth, rows + size_t(m + 1) * row, Element{});
+        }
 #pragma omp parallel num_threads(threads) if (threads > 1)
         {
-            const AmxTiles registers(Size::tiles);
+            const AmxTiles registers(Size::tiles, a.width);
 #pragma omp for schedule(static)
             for (int j = 0; j < panels; j++) {
                 Element* const panel = packed + size_t(omp_get_thread_num()) * Size::KC * PANEL;
@@ -662,7 +664,7 @@ class Gemm {
                     const int kc = std::min(Size::KC, depth - k);
                     pack_panel<Size>(panel, b, j * PANEL, k, depth, K);
                     if constexpr (Size::tiles)
-                        multiply_tiles(rows + k, row, panel, GemmSize{a.width, width, kc}, sums[0], PANEL,
+                        multiply_tiles(rows + k, row, panel, GemmSize{TILE, whole(width, TILE), kc}, sums[0], PANEL,
                                        accumulate || k > 0);
                     else
                         for (int m = 0; m < a.width; m++)
