@@ -12,6 +12,7 @@ training loss is the lower one.
 import argparse
 import glob
 import json
+import math
 import os
 import sys
 
@@ -19,6 +20,11 @@ from run import SEED_OF_SWEEP, SEEDS
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 800, 400, 50, 40, 16, 270
+WORDS = {
+    "nsa": "NSA", "full": "full attention", "window": "window alone", "window+selected": "selected and window",
+    "window+compressed": "compressed and window", "alternating": "window and full, 3:1", "optimizer=muon": "Muon",
+    "init=narrow": "narrow init", "qk-norm": "QK norm", "activation=relu2": "ReLU\u00b2", "head=untied": "untied head",
+}
 COLORS = ["#d9534f", "#3a8fd9", "#2fa36b", "#b8860b", "#9a6fd0", "#e07bb0", "#5aa9a9", "#8a8a8a"]
 
 
@@ -28,6 +34,25 @@ def load(folder, pattern):
         with open(path) as file:
             found.append(json.load(file))
     return found
+
+
+def words_of(arm):
+    """"NSA, Muon, smear" of nsa+optimizer=muon+init=narrow+smear, whose init is what smear needs."""
+    base = max((name for name in WORDS if arm == name or arm.startswith(name + "+")), key=len)
+    options = arm[len(base):].split("+")[1:]
+    if "smear" in options and "init=narrow" in options:
+        options.remove("init=narrow")
+    if "optimizer=muon" not in options:
+        options.insert(0, "AdamW")
+    return ", ".join(WORDS.get(word, word) for word in [base] + options)
+
+
+def round_ticks(low, high):
+    """Four to nine round numbers from low to high, and how many decimals they have."""
+    power = math.floor(math.log10((high - low) / 4))
+    step = max(factor for factor in (1, 2, 5) if factor * 10 ** power <= (high - low) / 4) * 10 ** power
+    ticks = [step * i for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
+    return ticks, max(0, -power)
 
 
 def mean(numbers):
@@ -127,23 +152,21 @@ def figure(arms):
     axes = Axes(list(curves.values()))
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
              'font-family="sans-serif" font-size="12">']
-    step = 0.1 if axes.high - axes.low < 1.2 else 0.25
-    level = -(-axes.low // step) * step
-    while level < axes.high:
+    levels, decimals = round_ticks(axes.low, axes.high)
+    for level in levels:
         parts.append(line([(LEFT, axes.y(level)), (WIDTH - RIGHT, axes.y(level))], "#888", 'stroke-opacity="0.3"'))
-        parts.append(text(LEFT - 6, axes.y(level) + 4, f"{level:.2f}", "end"))
-        level += step
-    for quarter in range(5):
-        at = axes.right * quarter / 4
-        parts.append(text(axes.x(at), HEIGHT - BOTTOM + 18, f"{at / 1e6:.2f}", "middle"))
-    title = "million bytes of training; training loss, nats per byte"
+        parts.append(text(LEFT - 6, axes.y(level) + 4, f"{level:.{decimals}f}", "end"))
+    millions, decimals = round_ticks(0, axes.right / 1e6)
+    for at in millions:
+        parts.append(text(axes.x(at * 1e6), HEIGHT - BOTTOM + 18, f"{at:.{decimals}f}", "middle"))
+    title = "training loss, nats per byte, over the bytes of training, in millions"
     parts.append(text(axes.x(axes.right / 2), HEIGHT - 4, title, "middle"))
     rows = [(name, COLORS[i % len(COLORS)], f"{mean([r['held_out_loss'] for r in arms[name]]):.3f}")
             for i, name in enumerate(arms)]
     for i, (name, color, loss) in enumerate(rows):
         curve = [(axes.x(t), axes.y(l)) for t, l in curves[name] if l <= axes.high]
-        parts.append(line(curve, color))
-        parts.append(text(WIDTH - RIGHT + 14, TOP + 16 + 20 * i, f"{name[0]} {name[1]:g}: {loss}", color=color))
+        parts.append(line(curve, color, 'stroke-dasharray="6 3"' if i >= len(COLORS) else ""))
+        parts.append(text(WIDTH - RIGHT + 14, TOP + 16 + 20 * i, f"{words_of(name[0])}: {loss}", color=color))
     parts.append(text(WIDTH - RIGHT + 14, TOP + 16 + 20 * len(rows), "(held-out loss at the end)"))
     return "\n".join(parts + ["</svg>"]) + "\n"
 
