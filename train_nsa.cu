@@ -483,7 +483,7 @@ void forward(
     dev.embedding_forward(a.layer[0].x, a.tokens + first, model.w.embed, N, C);
     if (model.config.smear) dev.smear_forward(a.layer[0].x, a.tokens + first, model.w.embed, model.w.smear, s, C);
     for (size_t i = 0; i < a.layer.size(); i++) {
-        forward_layer(model, a, i, s);
+        forward_layer(model, a, i, s.of_layer(i));
         done(i);
     }
     dev.rmsnorm_forward(a.normed, a.rstd, a.x_out, model.w.norm, N, C);
@@ -555,7 +555,7 @@ void recompute_layer(Model<Dev>& model, Activations<Dev>& a, size_t i) {
     auto& acts = a.layer[i];
     const auto& w = model.w.layer[i];
     const int N = a.shape.B * a.shape.T, C = int(a.C);
-    if (a.recompute == 2) return forward_layer(model, a, i, a.shape, true);
+    if (a.recompute == 2) return forward_layer(model, a, i, a.shape.of_layer(i), true);
     if (a.shape.qk_norm) dev.split_heads_forward(a.heads(acts), acts.projected, w.q_norm, a.shape);
     if (a.recompute == 0) return;
     dev.rmsnorm_forward(acts.attn_normed, acts.attn_rstd, acts.x, w.attn_norm, N, C);
@@ -569,7 +569,7 @@ template <class Dev>
 void backward_branches(Model<Dev>& model, Activations<Dev>& a, size_t i) {
     using real = typename Dev::real;
     Dev& dev = model.dev;
-    const NsaShape& s = a.shape;
+    const NsaShape s = a.shape.of_layer(i);
     auto& acts = a.layer[i];
     const auto& w = model.w.layer[i];
     const auto& dw = model.dw.layer[i];

@@ -60,6 +60,7 @@ class Config:
     phi_hidden: int
     mlp_hidden: int
     attention: str  # "nsa", or "full": dense causal attention
+    full_every: int  # with "full": one layer of so many sees all tokens, the last of them, the others the window
     vocab_size: int
     rope_base: float
     norm_eps: float
@@ -72,7 +73,8 @@ class Config:
 def read_config(text, path):
     """config.json's text -> Config. Keys that do not describe the model (seq_len, tokenizer) are not needed here."""
     try:
-        later = {"qk_norm": "off", "smear": "off", "activation": "silu", "head": "tied"}  # older ones do not name them
+        # older ones do not name these
+        later = {"qk_norm": "off", "smear": "off", "activation": "silu", "head": "tied", "full_every": 1}
         values = later | json.loads(text)
         c = Config(**{field.name: field.type(values[field.name]) for field in dataclasses.fields(Config)})
     except (ValueError, TypeError, KeyError) as e:
@@ -195,7 +197,7 @@ def select(importance, c):
     return torch.zeros_like(importance, dtype=torch.bool).scatter(-1, best, True) & seen
 
 
-def attention(x, w, c, given=None):
+def attention(x, w, c, given=None, layer=0):
     """x [T, C], w the layer's attn.* parameters -> [T, C] and the layer's Selection (None with full attention).
     given [T, G, blocks] replaces the selection that the branch uses."""
     T, G, D, h = len(x), c.kv_groups, c.head_dim, c.heads // c.kv_groups
@@ -212,7 +214,8 @@ def attention(x, w, c, given=None):
     q = rope(heads("q", G, h), t, c.rope_base)
     k_win, v_win = rope(heads("k_win", G), t, c.rope_base), heads("v_win", G)
     if c.attention == "full":
-        full, _ = attend(q, k_win, v_win, before[:, None])
+        seen = before & (past < c.window) if (layer + 1) % c.full_every else before
+        full, _ = attend(q, k_win, v_win, seen[:, None])
         return full.reshape(T, -1) @ w["attn.o_proj.weight"].T, None
     k_slc, v_slc = rope(heads("k_slc", G), t, c.rope_base), heads("v_slc", G)
 
@@ -250,8 +253,8 @@ def attention(x, w, c, given=None):
     return out.reshape(T, -1) @ w["attn.o_proj.weight"].T, found
 
 
-def layer_forward(x, w, c, given):
-    attended, found = attention(rmsnorm(x, w["attn_norm.weight"], c.norm_eps), w, c, given)
+def layer_forward(x, w, c, given, layer):
+    attended, found = attention(rmsnorm(x, w["attn_norm.weight"], c.norm_eps), w, c, given, layer)
     x = x + attended
     hidden = rmsnorm(x, w["mlp_norm.weight"], c.norm_eps) @ w["mlp.fc1.weight"].T
     hidden = F.silu(hidden) if c.activation == "silu" else F.relu(hidden).square()
@@ -274,7 +277,7 @@ def forward(tokens, params, c, given=None):
         prefix = f"layers.{i}."
         w = {name[len(prefix):]: p for name, p in params.items() if name.startswith(prefix)}
         # The backward pass computes the layer again: the T x T weights of one layer at a time are enough memory.
-        x, selection = checkpoint(layer_forward, x, w, c, given[i] if given else None, use_reentrant=False)
+        x, selection = checkpoint(layer_forward, x, w, c, given[i] if given else None, i, use_reentrant=False)
         found.append(selection)
     head = "embed_tokens.weight" if c.head == "tied" else "head.weight"
     return rmsnorm(x, params["norm.weight"], c.norm_eps) @ params[head].T, found
@@ -887,6 +890,8 @@ def tiny(**changes):
         smear="off",
         activation="silu",
         head="tied",
+        full_every=1,
+        qk_norm="off",
     )
     return Config(**(base | changes))
 
@@ -1061,6 +1066,12 @@ def check_limiting_cases():
     )
     expect(
         (attention(x, w, c)[0] - dense).abs().max() < 1e-13, "attention full differs from scaled_dot_product_attention"
+    )
+    band = (t[:, None] >= t) & (t[:, None] - t < c.window)
+    near = F.scaled_dot_product_attention(*per_head, attn_mask=band).transpose(0, 1).reshape(T, -1)
+    found = attention(x, w, tiny(layers=1, attention="full", full_every=2))[0]
+    expect(
+        (found - near @ w["attn.o_proj.weight"].T).abs().max() < 1e-13, "a layer between full ones has another window"
     )
     # Gate rows of +-40 on a constant input element open one branch and close the others.
     x[:, 0] = 1

@@ -53,6 +53,8 @@ MODELS = {
     "nsa, options": PAPER + " --qk-norm --smear --activation relu2 --head untied --init random --steps 1 --seq-len 64 --lr 1e-4",
     "full": "--attention full --layers 2 --dim 48 --heads 6 --kv-groups 2 --head-dim 16 --mlp-hidden 96"
     + TRAINED + "800",
+    "full, alternating": "--attention full --full-every 2 --window 37 --layers 3 --dim 48 --heads 6 --kv-groups 2"
+    " --head-dim 16 --mlp-hidden 96 --init random --steps 1 --seq-len 64",
     "nsa, gpt2": PAPER + " --init random --steps 1 --seq-len 64 --lr 1e-4 --tokenizer gpt2",
 }
 failures = 0

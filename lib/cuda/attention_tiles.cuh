@@ -89,7 +89,7 @@ inline AttentionShape attention_shape(Branch branch, const NsaShape& s, int tile
     a.tiles = (s.queries + a.tile_tokens - 1) / a.tile_tokens;
     a.l = s.l;
     a.d = s.d;
-    a.window = s.full ? s.T : s.window;
+    a.window = s.sees_all() ? s.T : s.window;
     a.slc_block = s.slc_block;
     a.slc_count = s.slc_count;
     a.words = s.full ? 0 : s.selection_words();

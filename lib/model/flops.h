@@ -18,7 +18,8 @@ double model_flops_per_token(const Specs& specs, const NsaShape& s, int64_t laye
         const double rows = t.name.find(".phi_") == std::string::npos ? double(s.T) : double(s.cmp_rows());
         if (t.columns) flops += 6 * rows * double(t.size);
     }
-    for (const Branch branch : {CMP, SLC, WIN})
-        if (s.has(branch)) flops += 12.0 * s.D * attention_pairs(branch, s) * double(layers);
+    for (int64_t i = 0; i < layers; i++)
+        for (const Branch branch : {CMP, SLC, WIN})
+            if (s.has(branch)) flops += 12.0 * s.D * attention_pairs(branch, s.of_layer(size_t(i)));
     return flops / s.T;
 }

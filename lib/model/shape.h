@@ -44,6 +44,8 @@ struct NsaShape {
     int rope_base = 10000;    // of RoPE's angles
     int qk_norm = 0;          // 1: --qk-norm: heads of q and of the keys are normed before RoPE
     int full = 0;             // 1: --attention full: the window branch alone, over all tokens, its gate fixed to 1
+    int full_every = 1;       // --full-every: one layer of so many sees all tokens then, the others see w
+    int near = 0;             // 1: this is the shape of such another layer, see of_layer()
     unsigned left_out = 0;    // --branches: bit b is set where branch b is left out, which is a gate of 0
 
     HOST_DEVICE int heads_per_group() const { return H / G; }
@@ -53,6 +55,12 @@ struct NsaShape {
     bool has(Branch branch) const { return !full || branch == WIN; }
     HOST_DEVICE int branches() const { return full ? 1 : BRANCHES; }
     int branch_slot(Branch branch) const { return full ? 0 : int(branch); }
+    HOST_DEVICE bool sees_all() const { return full && !near; }
+    NsaShape of_layer(size_t i) const {
+        NsaShape s = *this;
+        s.near = full && (i + 1) % size_t(full_every);
+        return s;
+    }
 
     // Query t sees cmp_blocks(t + 1) compressed blocks.
     HOST_DEVICE int cmp_blocks(int tokens) const { return blocks_within(tokens, l, d); }
@@ -146,7 +154,7 @@ inline double attention_pairs(Branch branch, const NsaShape& s) {
     double pairs = 0;
     for (int t = s.first; t < s.first + s.queries; t++) {
         if (branch == CMP) pairs += s.cmp_blocks(t + 1);
-        else if (branch == WIN) pairs += s.full ? t + 1 : std::min(t + 1, s.window);
+        else if (branch == WIN) pairs += s.sees_all() ? t + 1 : std::min(t + 1, s.window);
         else pairs += std::min(t / s.slc_block, s.slc_count - 1) * s.slc_block + t % s.slc_block + 1;
     }
     return pairs * s.B * s.H;

@@ -53,7 +53,9 @@ static std::string rows_of_model(const Config& c, int64_t parameters) {
         table_row("query heads, key-value groups, head dimension",
                   format_text("%lld, %lld, %lld", (long long)c.heads, (long long)c.kv_groups, (long long)c.head_dim));
     text += table_row("attention",
-                      c.attention != "nsa"
+                      c.full_every > 1 ? format_text("full in one layer of %lld, a window of %lld in the others",
+                                                     (long long)c.full_every, (long long)c.window)
+                      : c.attention != "nsa"
                           ? c.attention
                           : format_text("NSA: blocks of %lld every %lld tokens, %lld selected of %lld, "
                                         "window of %lld, branches: %s",

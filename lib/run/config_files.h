@@ -37,6 +37,7 @@ static NsaShape shape_of(const ModelConfig& c, int64_t B, int64_t T) {
     s.rope_base = int(c.rope_base);
     s.qk_norm = c.qk_norm;
     s.full = c.attention == "full";
+    s.full_every = int(c.full_every);
     for (int branch = 0; branch < BRANCHES; branch++)
         if (c.branches != "all" && c.branches.find(BRANCH_NAMES[branch]) == std::string::npos)
             s.left_out |= 1u << branch;
@@ -46,7 +47,7 @@ static NsaShape shape_of(const ModelConfig& c, int64_t B, int64_t T) {
 // The options that make the model: its config.json.
 static const char* const MODEL_OPTIONS[] = {"layers",     "dim",        "heads",     "kv-groups", "head-dim",
                                             "cmp-block",  "cmp-stride", "slc-block", "slc-count", "window",
-                                            "phi-hidden", "mlp-hidden", "seq-len",   "rope-base"};
+                                            "phi-hidden", "mlp-hidden", "seq-len",   "rope-base", "full-every"};
 
 static const char* const MODEL_WORDS[] = {"attention", "branches",   "tokenizer", "qk-norm",
                                           "smear",     "activation", "head"};
@@ -94,10 +95,11 @@ static bool is_former_option(const std::string& key, const Json& value, const st
 static Json parse_model_config(const std::string& path) {
     Json config = parse_json(read_file(path), path);
     for (size_t i = 0; i < config.keys.size(); i++) is_former_option(config.keys[i], config.items[i], path);
-    for (const char* newer : {"branches", "qk-norm", "smear", "activation", "head"}) {
+    for (const char* newer : {"branches", "qk-norm", "smear", "activation", "head", "full-every"}) {
         if (config.kind != Json::Object || config.find(underscored(newer))) continue;
         config.keys.push_back(underscored(newer));
-        config.items.push_back(parse_json(json_quote(option_named(newer).default_text), path));
+        const Option& o = option_named(newer);
+        config.items.push_back(parse_json(o.integer ? o.default_text : json_quote(o.default_text), path));
     }
     return config;
 }
@@ -327,15 +329,16 @@ static void read_options_file(Config& c, std::set<std::string>& given, bool prin
     file.require(Json::Object, path);
     const bool of_run = file.find("program");  // a run.json; by hand, everything in it is meant
     const Json* const attention = file.find("attention");
-    const bool of_full = of_run && attention && attention->text == "full";
+    const Json* const every = file.find("full_every");
+    const bool of_full = of_run && attention && attention->text == "full",
+               alternates = every && every->integer_value > 1;
     size_t count = 0;
     std::string overridden;
     for (size_t i = 0; i < file.keys.size(); i++) {
         std::string name = file.keys[i];
         std::replace(name.begin(), name.end(), '_', '-');
         if (of_run && (name == "program" || name == "starts" || file.items[i].kind == Json::Object)) continue;
-        if (of_full && std::find(std::begin(NSA_OPTIONS), std::end(NSA_OPTIONS), name) != std::end(NSA_OPTIONS))
-            continue;
+        if (of_full && is_of_nsa(name, alternates)) continue;
         if (of_run && is_former_option(file.keys[i], file.items[i], path)) continue;
         const Option* const o = find_option(name);
         if (!o || !(o->verbs & TRAIN)) fail_unknown_option(name, TRAIN, path + ": ");

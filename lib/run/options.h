@@ -27,7 +27,7 @@
 struct ModelConfig {
     std::string attention, branches, tokenizer;
     int64_t layers = 0, dim = 0, heads = 0, kv_groups = 0, head_dim = 0, cmp_block = 0, cmp_stride = 0, slc_block = 0,
-            slc_count = 0, window = 0, phi_hidden = 0, mlp_hidden = 0, seq_len = 0, rope_base = 10000;
+            slc_count = 0, window = 0, phi_hidden = 0, mlp_hidden = 0, seq_len = 0, rope_base = 10000, full_every = 1;
     bool qk_norm = false, smear = false;
     std::string activation, head;
     int64_t vocab_size = 0;     // follows from the tokenizer and its --vocab-dir
@@ -140,6 +140,8 @@ static const Option OPTIONS[] = {
      "preset for the options whose default is 'preset'; 2m: an hour on a laptop's CPU, untuned; 50m: an evening on a "
      "GPU of 8 GB, untuned; 350m: a GPU of 80 GB, untuned; check: whose memory and FLOPs, 125m without it"},
     {"attention", TRAIN, &ModelConfig::attention, "nsa", "nsa|full", "full: dense causal attention, the baseline"},
+    {"full-every", TRAIN, &ModelConfig::full_every, "1", between(1, K),
+     "with --attention full: one layer of so many reads all tokens, the last of them, the others only --window"},
     {"branches", TRAIN | EVAL, &ModelConfig::branches, "all", "all|cmp,slc|cmp,win|slc,win|cmp|slc|win",
      "leaves the other branches' gates at 0, for comparisons; eval: all means those of the training"},
     {"layers", TRAIN, &ModelConfig::layers, "preset", between(1, K), "transformer layers"},
@@ -701,6 +703,9 @@ inline void validate_model(const ModelConfig& c, const char* where) {
                    (long long)c.cmp_stride);
     if (c.slc_count < 3)
         fail_usage("%s: --slc-count %lld; at least 3 blocks are always selected", where, (long long)c.slc_count);
+    if (c.full_every > 1 && c.attention == "nsa")
+        fail_usage("%s: --full-every %lld is of --attention full, and this is nsa: give both, or leave it out", where,
+                   (long long)c.full_every);
 }
 
 // A step takes minutes to hours on a CPU, so there it is one sequence per rank unless the user says otherwise.
@@ -734,9 +739,13 @@ inline void resolve_batch(TrainConfig& c, const std::set<std::string>& given, in
                    counted(per_rank, "sequence").c_str(), (long long)c.batch);
 }
 
-// What dense attention does not have.
-static const char* const NSA_OPTIONS[] = {"cmp-block", "cmp-stride", "slc-block", "slc-count",
-                                          "window",    "phi-hidden", "branches"};
+// What dense attention does not have, but for --window where --full-every is not 1.
+static const char* const NSA_OPTIONS[] = {"cmp-block",  "cmp-stride", "slc-block", "slc-count",
+                                          "phi-hidden", "branches",   "window"};
+inline bool is_of_nsa(const std::string& name, bool alternates) {
+    const auto end = std::end(NSA_OPTIONS) - (alternates ? 1 : 0);
+    return std::find(std::begin(NSA_OPTIONS), end, name) != end;
+}
 
 // The first and the last step of --profile-steps; 0 and -1 where there are none.
 inline std::pair<int64_t, int64_t> profiled_steps(const MachineConfig& c) {
@@ -775,7 +784,7 @@ inline void validate_given(const TrainConfig& c, const std::set<std::string>& gi
     warmup_steps(c);
     if (c.allow_new_data && !c.resume) fail_usage("--allow-new-data is for a resume: give --resume, or leave it out");
     for (const char* name : NSA_OPTIONS)
-        if (c.attention == "full" && given.count(name))
+        if (c.attention == "full" && given.count(name) && is_of_nsa(name, c.full_every > 1))
             fail_usage("--%s is of --attention nsa, and this run has --attention full: leave one of them out", name);
 }
 

@@ -5,7 +5,8 @@
 
 An arm is a name of ARMS and options of the trainer behind it: nsa, full+optimizer=muon, window+smear. The setting has
 the model of NSA. An arm with fewer parameters gets a wider MLP, and the window alone reads as many keys for a query,
-on average over a sequence, as NSA in its three branches together. The program's own tensors say what a model has.
+on average over a sequence, as NSA in its three branches together; alternating, where every fourth layer has full
+attention and the others a window, on average over its layers too. The program's own tensors say what a model has.
 """
 import argparse
 import json
@@ -20,10 +21,11 @@ ARMS = {
     "nsa": {},
     "full": {"attention": "full"},
     "window": {"branches": "win"},
+    "alternating": {"attention": "full", "full-every": 4},
     "window+selected": {"branches": "slc,win"},
     "window+compressed": {"branches": "cmp,win"},
 }
-OF_NSA = ["cmp-block", "cmp-stride", "slc-block", "slc-count", "window", "phi-hidden"]  # refused by full attention
+OF_NSA = ["cmp-block", "cmp-stride", "slc-block", "slc-count", "phi-hidden"]  # refused by full attention, and without full-every so is --window
 REFERENCE = "nsa"
 TOLERANCE = 0.02
 GPT2_TOKENS = 50257
@@ -52,10 +54,11 @@ def branches_of(options):
 
 
 def pairs(branch, options, tokens):
-    """Keys that the queries of one sequence read in a branch, as lib/model/shape.h counts them."""
+    """Keys that the queries of one sequence read in a branch, the mean of the layers, as lib/model/shape.h counts."""
     o = {name: int(value) for name, value in options.items() if str(value).isdigit()}
     if options.get("attention") == "full":
-        return tokens * (tokens + 1) // 2
+        full = o["layers"] // o.get("full-every", 1) / o["layers"]
+        return full * tokens * (tokens + 1) / 2 + (1 - full) * sum(min(t + 1, o.get("window", 1)) for t in range(tokens))
     if branch == "win":
         return sum(min(t + 1, o["window"]) for t in range(tokens))
     if branch == "cmp":
@@ -69,11 +72,11 @@ def keys_per_query(options):
     return sum(pairs(branch, options, tokens) for branch in branches_of(options)) / tokens
 
 
-def window_of_equal_keys(model):
+def window_of_equal_keys(model, options):
     """The narrowest window, in steps of 8, that has no fewer keys than NSA; all tokens where none has."""
     wanted = keys_per_query(model)
     for window in range(8, model["seq-len"], 8):
-        if keys_per_query({**model, "branches": "win", "window": window}) >= wanted:
+        if keys_per_query({**options, "window": window}) >= wanted:
             return window
     return model["seq-len"]
 
@@ -84,13 +87,13 @@ def options_of(arm, model):
     if base is None:
         sys.exit(f"arms.py: '{arm}' is no arm: expected one of {', '.join(ARMS)}, and +OPTION=VALUE or +FLAG behind it")
     options = {**model, **ARMS[base]}
-    if options.get("branches") == "win":
-        options["window"] = window_of_equal_keys(model)
     for option in arm[len(base):].split("+")[1:]:
         name, equals, value = option.partition("=")
         options[name] = value if equals else None
+    if base in ("window", "alternating") and "+window=" not in arm:
+        options["window"] = window_of_equal_keys(model, options)
     if options.get("attention") == "full":
-        for name in OF_NSA:
+        for name in OF_NSA + (["window"] if "full-every" not in options else []):
             del options[name]
     return options
 

@@ -2,8 +2,9 @@
 # usage: gpu_day.sh SHARDS WORK [OPTION of run.py]...
 #
 # The comparison for a day or two on one GPU: 125m with GPT-2's vocabulary on FineWeb-Edu, T = 8192, 2.5 G tokens a run;
-# NSA, full attention and the window alone with as many keys, equal parameters within 2 %; rates 3, 6, 12e-4 on seed 0
-# at a quarter of the tokens, three other seeds at each arm's best; losses by the number of tokens in sight.
+# NSA, full attention, and with as many keys as NSA a window in three layers of four and a window in all; equal
+# parameters within 2 %; rates 3, 6, 12e-4 on seed 0 at a quarter of the tokens, three other seeds at each arm's best;
+# losses by the number of tokens in sight.
 # Never run on a GPU yet: what is tested is the protocol, with a small model on a CPU.
 #
 #   data/fetch_shards.sh --dir SHARDS      gets the shards (25 for training, 200 MB each, and one for validation)

@@ -18,7 +18,7 @@
 
 // lib/model/shape.h has the same, and more of it.
 typedef struct {
-    int B, T, first, queries, H, G, D, l, d, slc_block, slc_count, window, F, rope_base, qk_norm, full;
+    int B, T, first, queries, H, G, D, l, d, slc_block, slc_count, window, F, rope_base, qk_norm, full, full_every, near;
     uint left_out;
 } Shape;
 enum { CMP, SLC, WIN, BRANCHES };
@@ -306,7 +306,7 @@ Query query_of(ulong row, int branch, const Shape* s) {
     const ulong j = row % s->queries, head = row / s->queries, group = head / heads_per_group(s);
     const int t = s->first + j;
     Query at;
-    at.begin = branch == WIN && !s->full ? max(0, t - s->window + 1) : 0;
+    at.begin = branch == WIN && !(s->full && !s->near) ? max(0, t - s->window + 1) : 0;
     at.end = branch == CMP ? cmp_blocks(s, t + 1) : t + 1;
     at.keys = group * key_stride(s, branch) * s->D;
     at.mask = (group * s->queries + j) * mask_words(s);
@@ -364,7 +364,7 @@ kernel void attention_dkdv(ulong work, OUT(dk), OUT(dv), IN(dout), IN(row_dot), 
     AT(dk) AT(dv) AT(dout) AT(row_dot) AT(lse_gated) AT(q) AT(k) AT(v) AT(selection) EACH(at)
     const ulong stride = key_stride(&s, branch), group = at / stride, h = heads_per_group(&s);
     const int key = at % stride, begin = branch == CMP ? key * s.d + s.l - 1 : key;
-    const int end = branch == WIN && !s.full && s.window < s.T - key ? key + s.window : s.T;
+    const int end = branch == WIN && !(s.full && !s.near) && s.window < s.T - key ? key + s.window : s.T;
     float dk_sums[MAX_D] = {0}, dv_sums[MAX_D] = {0};
     for (int t = begin; t < end; t++) {
         if (!sees(branch, selection + (group * s.T + t) * mask_words(&s), key, &s)) continue;

@@ -79,15 +79,19 @@ struct SelectionRecorder : Engine {
 template <class Engine>
 constexpr bool SCORES_AGAIN = !(Engine::on_host && sizeof(typename Engine::real) == sizeof(float) && HAVE_VECTORS);
 
-// Keys that the query at position t must read in a layer and group, from the definition.
+// Keys that the query at position t must read in a group of all layers together, from the definition.
 template <class Engine>
-KeyReads reads_by_definition(const NsaShape& s, int t) {
+KeyReads reads_by_definition(const NsaShape& s, int t, const Config& c) {
     KeyReads r;
-    for (int i = 0; !s.full && i * s.d + s.l - 1 <= t; i++) r.keys[CMP]++;
-    for (int key = t; key >= 0 && (s.full || key > t - s.window); key--) r.keys[WIN]++;
+    const double layers = double(c.layers);
+    for (int64_t layer = 1; s.full && layer <= c.layers; layer++)
+        r.keys[WIN] += layer % c.full_every == 0 ? t + 1 : std::min<int64_t>(t + 1, c.window);
+    if (s.full) return r;
+    for (int i = 0; i * s.d + s.l - 1 <= t; i++) r.keys[CMP] += layers;
+    for (int key = t; key >= 0 && key > t - s.window; key--) r.keys[WIN] += layers;
     const bool chooses = t / s.slc_block + 1 > s.slc_count;
-    if (!s.full) r.keys[SLC] = chooses ? (s.slc_count - 1) * s.slc_block + t % s.slc_block + 1 : t + 1;
-    r.scored = SCORES_AGAIN<Engine> && chooses && !s.full ? r.keys[CMP] : 0;
+    r.keys[SLC] = layers * (chooses ? (s.slc_count - 1) * s.slc_block + t % s.slc_block + 1 : t + 1);
+    r.scored = SCORES_AGAIN<Engine> && chooses ? r.keys[CMP] : 0;
     return r;
 }
 
@@ -110,16 +114,16 @@ void check_decoding(SelectionRecorder<Engine>& dev, const Config& c, double limi
     }
     dev.decoding = true, dev.limit = limit;
     Activations<Dev> steps(dev, c, 1, T, INFERENCE, 1);
-    const double places = double(c.layers * c.kv_groups);
+    const double groups = double(c.kv_groups);
     double worst = 0;
     for (int t = 0; t < T; t++) {
         KeyReads reads;
         dev.count_reads(&reads);
         forward(model, steps, &tokens[size_t(t)], t, 1);
         dev.count_reads(nullptr);
-        const KeyReads must = reads_by_definition<Engine>(steps.shape, t);
-        for (int i = 0; i < BRANCHES; i++) CHECK_EQUAL(reads.keys[i], places * must.keys[i]);
-        CHECK_EQUAL(reads.scored, places * must.scored);
+        const KeyReads must = reads_by_definition<Engine>(steps.shape, t, c);
+        for (int i = 0; i < BRANCHES; i++) CHECK_EQUAL(reads.keys[i], groups * must.keys[i]);
+        CHECK_EQUAL(reads.scored, groups * must.scored);
         dev.matmul_forward(steps.logits, steps.normed, model.w.head, nullptr, 1, int(c.dim), int(steps.Vp));
         dev.to_host(found.data(), steps.logits, found.size());
         const float* const row = &expected[size_t(t) * size_t(V)];

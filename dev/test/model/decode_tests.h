@@ -16,7 +16,8 @@ TEST(decoding_has_the_bits_of_the_forward_pass_up_to_4096_tokens) {
 }
 TEST(decoding_has_the_bits_of_the_forward_pass_in_full_attention) {
     SelectionRecorder<Cpu<float>> dev;
-    check_decoding(dev, config_of(std::string(DECODED) + "--attention full --seq-len 1024 "), 0);
+    for (const char* layers : {"", "--full-every 2 "})  // with it the first of two layers has the window
+        check_decoding(dev, config_of(std::string(DECODED) + "--attention full --seq-len 1024 " + layers), 0);
 }
 // As in cuda_model_tests.h: R arrays between a token and a logit,
 // each of sums of up to K = 300 terms (keys, by their weights; columns), are rounded by u: sqrt(R K) u.
@@ -46,9 +47,9 @@ TEST(decoding_in_bytes_and_formula) {
     KeyReads sum;
     double formula = 0;
     for (int t = 500; t < 799; t++) {
-        const KeyReads r = reads_by_definition<Cpu<float>>(decoder.a.shape, t);
-        for (int i = 0; i < BRANCHES; i++) sum.keys[i] += r.keys[i] / 299;
-        sum.scored += r.scored / 299;
+        const KeyReads r = reads_by_definition<Cpu<float>>(decoder.a.shape, t, c);  // of two layers
+        for (int i = 0; i < BRANCHES; i++) sum.keys[i] += r.keys[i] / 2 / 299;
+        sum.scored += r.scored / 2 / 299;
         formula += (double(t + 1) / 16 + 6 * 64 + 128) / 299;
     }
     const double all = sum.keys[CMP] + sum.keys[SLC] + sum.keys[WIN];

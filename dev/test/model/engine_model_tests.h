@@ -174,14 +174,14 @@ void check_model(const Config& c, int way) {
     E::set_order(0);
 }
 TEST_ON(ModelEngines, model_loss_and_gradients, false) {
-    for (const char* options :
-         {"", "--attention full", "--branches cmp,win", "--branches slc", ALL_OPTIONS, "--qk-norm --attention full"})
+    for (const char* options : {"", "--attention full", "--branches cmp,win", "--branches slc", ALL_OPTIONS,
+                                "--qk-norm --attention full", "--attention full --full-every 2"})
         for (int way = 0; way < E::WAYS; way++) check_model<E>(engine_config(options), way);
 }
 
 // --recompute trades memory for time, and nothing else.
 ENGINE_TEST(model_recompute_gives_the_same_bits) {
-    for (const std::string kind : {"nsa", "full", "nsa --qk-norm --smear --activation relu2"}) {
+    for (const std::string kind : {"nsa", "full", "full --full-every 2", "nsa --qk-norm --smear --activation relu2"}) {
         std::vector<typename E::Dev::Grad> first;
         double loss = 0;
         size_t bytes = 0;

@@ -109,7 +109,8 @@ TEST(model_gradients_match_finite_differences) {
         check_model_gradients(std::string(SMALL) + "--init random", seed);
 }
 TEST(model_gradients_match_finite_differences_full_attention) {
-    check_model_gradients(std::string(SMALL) + "--init random --attention full");
+    for (const char* layers : {"", " --full-every 2"})
+        check_model_gradients(std::string(SMALL) + "--init random --attention full" + layers);
 }
 TEST(model_gradients_match_finite_differences_qk_norm) {
     for (const char* attention : {"nsa", "full"})
@@ -507,7 +508,8 @@ TEST(the_125m_model_has_the_tensors_of_the_specification) {
 TEST(model_flops_are_those_of_its_products) {
     for (const char* options :
          {"--model tiny --seq-len 150", "--model tiny --seq-len 150 --attention full", "--model 125m --seq-len 2048",
-          "--model 125m --seq-len 2048 --attention full", "--model tiny --seq-len 150 --head untied --smear 1"}) {
+          "--model 125m --seq-len 2048 --attention full", "--model tiny --seq-len 150 --head untied --smear 1",
+          "--model tiny --seq-len 150 --attention full --layers 7 --full-every 3 --window 33"}) {
         const Config c = config_of(options);
         const bool nsa = c.attention == "nsa";
         const double T = double(c.seq_len), C = double(c.dim), H = double(c.heads), G = double(c.kv_groups),
@@ -516,9 +518,10 @@ TEST(model_flops_are_those_of_its_products) {
         double weights = C * (H * D + (nsa ? 6 : 2) * G * D + (nsa ? 3 * H : 0) + H * D + 2 * double(c.mlp_hidden)) *
                              double(c.layers) +
                          C * double(c.vocab_size);
-        double pairs = 0, blocks = 0;  // of one head; compressed blocks of one group
+        double pairs = 0, blocks = 0;  // of one head, a layer's mean; compressed blocks of one group
+        const double dense = double(c.layers / c.full_every) / double(c.layers);  // part of the layers
         for (int t = 0; t < c.seq_len; t++) {
-            if (!nsa) pairs += t + 1;
+            if (!nsa) pairs += dense * (t + 1) + (1 - dense) * double(std::min<int64_t>(t + 1, c.window));
             else
                 for (int key = 0; key <= t; key++) {
                     // any n blocks with its own: the last n, here
@@ -582,12 +585,12 @@ TEST(an_untied_model_begins_at_zero) {
     }
 }
 
-// With a gate that passes the window branch alone and a window of T keys, NSA is dense attention: the same losses as
-// --attention full with the same weights. The gates' logits are +-40, so the closed ones are 4e-18 and the open one
-// is 1.
-TEST(window_branch_alone_is_the_dense_model) {
-    const std::string options = std::string(SMALL) + "--init random --window 150 ";
-    TestModel<Cpu<double>> nsa(options, 2), full(options + "--attention full", 2);
+// With a gate that passes the window branch alone NSA is dense attention if the window has T keys, and otherwise a
+// dense model none of whose layers sees all: the same losses with the same weights. The gates' logits are +-40, so the
+// closed ones are 4e-18 and the open one is 1.
+static void check_window_alone(const std::string& window, const std::string& dense) {
+    const std::string options = std::string(SMALL) + "--init random --window " + window;
+    TestModel<Cpu<double>> nsa(options, 2), full(options + " --attention full " + dense, 2);
     auto find = [](auto& t, const std::string& name) {
         return std::find_if(t.model.table.specs.begin(), t.model.table.specs.end(),
                             [&](const TensorSpec& s) { return s.name == name; });
@@ -616,4 +619,8 @@ TEST(window_branch_alone_is_the_dense_model) {
                 row[0] = branch == WIN ? 8 : -8;  // times the normed channel, about 6 to 7
             }
     CHECK_NEAR(nsa.loss(), full.loss(), 1e-9);
+}
+TEST(window_branch_alone_is_the_dense_model) {
+    check_window_alone("150", "");
+    check_window_alone("20", "--full-every 9");
 }

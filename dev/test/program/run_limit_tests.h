@@ -259,6 +259,7 @@ TEST(run_eval_counts_the_samples_of_the_run) {
 TEST(run_doubtful_options_are_said) {
     using namespace program;
     TempFolder folder;
+    const std::string out = folder.file("run");
     const auto full = [&](const std::string& name, const std::string& value) {
         return run({"--attention", "full", "--" + name, value, "--steps", "0", "--out", folder.file("refused")});
     };
@@ -272,7 +273,17 @@ TEST(run_doubtful_options_are_said) {
     CHECK_REFUSED(run({"--config", folder.file("full/run.json"), "--out", folder.file("again"), "--window", "9"}), 2,
                   "--window", "--attention full");
 
-    const std::string out = folder.file("run"), warning = "train_nsa: warning: ";
+    // Layers that alternate have a window, and nothing else of NSA.
+    const std::string alternating = folder.file("alternating");
+    REQUIRE_GOOD(train({{"attention", "full"}, {"full-every", "2"}, {"window", "9"}, {"out", alternating}}));
+    CHECK(read_file(alternating + "/run.json").find("\"window\": 9") != std::string::npos);
+    REQUIRE_GOOD(run({"--config", alternating + "/run.json", "--out", alternating + "2"}));
+    CHECK(read_file(alternating + "2/run.json").find("\"window\": 9") != std::string::npos);
+    CHECK_REFUSED(run({"--attention", "full", "--full-every", "2", "--slc-count", "4", "--out", out}), 2,
+                  "--slc-count");
+    CHECK_REFUSED(run({"--full-every", "2", "--out", out}), 2, "--full-every 2", "--attention full");
+
+    const std::string warning = "train_nsa: warning: ";
     const auto said = [&](const Result& r, const std::string& text) {
         CHECK_EQUAL(r.status, 0);
         CHECK_EQUAL(lines_of(r.err).size(), 1u);

@@ -200,7 +200,10 @@ class NsaAttention(nn.Module):
         return self.o_proj(out.reshape(B, N, -1))
 
     def dense(self, q, keys, values, t, S):
-        visible = torch.arange(S, device=t.device) <= t[:, None]  # [queries, S]
+        past = t[:, None] - torch.arange(S, device=t.device)  # [queries, S]: how far key s lies behind query t
+        visible = past >= 0
+        if (self.layer + 1) % self.config.full_every:
+            visible = visible & (past < self.config.window)
         return attend(q, keys["win"][:, :, :S], values["win"][:, :, :S], visible[None, None])[0]
 
     def three_branches(self, q, keys, values, t, S, gate):
