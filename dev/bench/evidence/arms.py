@@ -25,7 +25,8 @@ ARMS = {
     "window+selected": {"branches": "slc,win"},
     "window+compressed": {"branches": "cmp,win"},
 }
-OF_NSA = ["cmp-block", "cmp-stride", "slc-block", "slc-count", "phi-hidden"]  # refused by full attention, and without full-every so is --window
+# Refused by full attention, and so is --window without --full-every.
+OF_NSA = ["cmp-block", "cmp-stride", "slc-block", "slc-count", "phi-hidden"]
 REFERENCE = "nsa"
 TOLERANCE = 0.02
 GPT2_TOKENS = 50257
@@ -58,7 +59,8 @@ def pairs(branch, options, tokens):
     o = {name: int(value) for name, value in options.items() if str(value).isdigit()}
     if options.get("attention") == "full":
         full = o["layers"] // o.get("full-every", 1) / o["layers"]
-        return full * tokens * (tokens + 1) / 2 + (1 - full) * sum(min(t + 1, o.get("window", 1)) for t in range(tokens))
+        in_window = sum(min(t + 1, o.get("window", 1)) for t in range(tokens))
+        return full * tokens * (tokens + 1) / 2 + (1 - full) * in_window
     if branch == "win":
         return sum(min(t + 1, o["window"]) for t in range(tokens))
     if branch == "cmp":

@@ -1,16 +1,23 @@
 #!/usr/bin/env python3
 """Looking things up in a text of filler, near and far, in one step and in several.
 
-    needle.py make CACHE [--documents N] [--trials 100] [--lengths 256 512 1024 2048 4096]
-    needle.py test --cache CACHE --work FOLDER [--program ./train_nsa] RUN...
+    needle.py make CACHE [--samples N] [--trials 34] [--lengths 256 512 1024 2048 4096]
+    needle.py test --cache CACHE --work FOLDER [--answers results/needle_answers] [--program ./train_nsa] RUN...
+    needle.py show [--answers results/needle_answers] [--svg FILE] ARM...
 
-A document is words of filler with facts among them, "QX: TB." and "TB: LM.", and questions, "QX? TB", "QX?? LM": the
-number of question marks is the number of hops. `make` writes shards for run.py (--setting needle.json --plan
-needle.txt), one document of 1024 bytes after the other, and items for the test: one question at the end, its facts in
-one eighth of the text, three other chains anywhere, and four answers to choose from, so 25 % is guessing. `test` prints
-for each run in FOLDER how many of them it answers, by length, by eighth, and by hops.
+A document is filler with facts in it, "QT." and "TL.", and questions, "?QT", "??QL": the number of question marks is
+the number of hops. A name stands right behind the one that it is asked by, so that with --smear looking up is all that
+there is to learn. `make` writes shards for run.py (--setting needle.json --plan needle.txt): samples of 1024 bytes
+which are one document, or two, four or eight shorter ones, with chains of one to three hops; a question stands
+anywhere behind its facts. And items for the test: one question at the end, its facts in one eighth of the text, three
+other chains of as many hops anywhere, and four answers to choose from, so that 25 % is guessing. Two and three hops
+are asked up to the trained length. `test` writes RUN_LENGTH.json for each run in FOLDER and length, where none is; RUN
+may be an arm with its rate, as in a run's name up to _seed, and then is all its seeds. `show` adds up the seeds: %
+answered by length and eighth, as a heat map too, and by hops.
 """
 import argparse
+import array
+import glob
 import json
 import os
 import random
@@ -19,37 +26,35 @@ import sys
 import tempfile
 
 from corpus import tokenize, write_documents
+from run import HERE, folders_of
 
 HOPS = 3
-CHAINS = 4
+CHOICES = 4
 EIGHTHS = 8
-QUESTIONS = 10  # in a document of 1024
+TRAINED = 1024
+# Bytes of the documents of a sample, each behind an end-of-text, and how many chains one has at most.
+SAMPLES = [([1023], 8), ([511] * 2, 8), ([255] * 4, 4), ([127] * 8, 4)]
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-WORDS = "the a king child lamp boat sees finds likes takes red old day and then with under over house field".split()
+# RULER's noise (arXiv 2404.06654), which is soon learnt, so that what is left to learn is to look up.
+FILLER = "the grass is green. the sky is blue. the sun is yellow. here we go. there and back again. "
+CELL, LEFT, TOP, GAP = 34, 52, 58, 34  # of the heat maps
 
 
-def names(count, generator):
-    found = set()
-    while len(found) < count:
-        found.add("".join(generator.choices(LETTERS, k=2)))
-    return generator.sample(sorted(found), count)
-
-
-def chains(generator):
-    """CHAINS lists of HOPS + 1 names."""
-    all_names = names(CHAINS * (HOPS + 1), generator)
-    return [all_names[i::CHAINS] for i in range(CHAINS)]
+def make_chains(count, hops, generator):
+    """As many lists of hops + 1 names, fewer where there are not enough letters."""
+    count = min(count, len(LETTERS) // (hops + 1))
+    names = generator.sample(LETTERS, count * (hops + 1))
+    return [names[i::count] for i in range(count)]
 
 
 def facts_of(chain):
-    return [f"{key}: {value}." for key, value in zip(chain, chain[1:])]
+    return [f"{key}{value}." for key, value in zip(chain, chain[1:])]
 
 
 def filler(size, generator):
-    text = ""
-    while len(text) < size:
-        text += generator.choice(WORDS) + " "
-    return text[:size]
+    """From the beginning of a sentence on, and round."""
+    text = generator.choice([FILLER[i:] + FILLER[:i] for i in range(len(FILLER)) if FILLER[i - 2] == "."])
+    return (text * (size // len(text) + 1))[:size]
 
 
 def room_of(piece):
@@ -67,23 +72,28 @@ def join(pieces, length, generator):
     return text + filler(spare - at, generator)
 
 
-def training_document(length, generator):
-    """Facts come before the questions that need them."""
-    all_chains = chains(generator)
-    pieces = [fact for chain in all_chains for fact in facts_of(chain)]
-    generator.shuffle(pieces)
-    for _ in range(QUESTIONS):
-        chain, hops = generator.choice(all_chains), generator.randint(1, HOPS)
-        start = generator.randrange(HOPS + 1 - hops)
-        pieces.append(f"{chain[start]}{'?' * hops} {chain[start + hops]}")
-    return join(pieces, length, generator)
+def training_document(length, most_chains, generator):
+    """Facts in a random order, and each question twice, as far as there is room, somewhere behind its facts."""
+    facts, questions = [], []
+    for chain in make_chains(most_chains, generator.randint(1, HOPS), generator):
+        at = [generator.random() for _ in chain[1:]]  # of its facts
+        facts += zip(at, facts_of(chain))
+        for start in range(len(chain) - 1):
+            for end in range(start + 1, len(chain)):
+                text = f"{'?' * (end - start)}{chain[start]}{chain[end]}"
+                questions += [(generator.uniform(max(at[start:end]), 1.2), text) for _ in range(2)]
+    generator.shuffle(questions)
+    room = 0.9 * length - sum(room_of(text) for _, text in facts)
+    while sum(room_of(text) for _, text in questions) > room:
+        questions.pop()
+    return join([text for _, text in sorted(facts + questions)], length, generator)
 
 
 def item(length, eighth, hops, generator):
-    """An item in HellaSwag's form; its own fields say which cell it belongs to."""
-    asked, *others = chains(generator)
-    question = f"{asked[0]}{'?' * hops}"
-    body = length - len(question) - 4
+    """A question whose facts lie in one eighth of the text, and four answers."""
+    asked, *others = make_chains(CHOICES, hops, generator)
+    question = f"{'?' * hops}{asked[0]}"
+    body = length - len(question) - 2
     parts = [[] for _ in range(EIGHTHS)]
     parts[eighth] = facts_of(asked)
     for fact in [fact for chain in others for fact in facts_of(chain)]:
@@ -93,73 +103,188 @@ def item(length, eighth, hops, generator):
     for i, part in enumerate(parts):
         generator.shuffle(part)
         text += join(part, body * (i + 1) // EIGHTHS - len(text), generator)
-    endings = [asked[hops]] + [chain[hops] for chain in others]
+    endings = [asked[-1]] + [chain[-1] for chain in others]
     generator.shuffle(endings)
-    return {"ctx": text + question, "endings": endings, "label": endings.index(asked[hops]), "length": length,
-            "eighth": eighth, "hops": hops}
+    return {"text": text + " " + question, "endings": endings, "label": endings.index(asked[-1]), "eighth": eighth,
+            "hops": hops}
+
+
+def write_choices(path, items):
+    """As the header of lib/data/multiple_choice.h describes llm.c's form, in which no blank precedes an ending."""
+    rows = []
+    for number, one in enumerate(items):
+        row = array.array("H", [number, one["label"], len(one["endings"])])
+        for text in ["\0" + one["text"]] + one["endings"]:  # token 0, end-of-text, stands before every document
+            row.extend([len(text), *text.encode()])
+        rows.append(array.array("H", [65535, 2 * (len(row) + 2)]) + row)
+    header = [20240522, 1, len(rows), 2 * max(map(len, rows))]
+    with open(path, "wb") as file:
+        array.array("i", header + [0] * (256 - len(header))).tofile(file)
+        for row in rows:
+            row.tofile(file)
 
 
 def make(a):
     os.makedirs(a.cache, exist_ok=True)
-    for split, count, seed in (("train", a.documents, 1), ("held_out", 64, 2)):
+    for split, count, seed in (("train", a.samples, 1), ("held_out", 64, 2)):
         generator = random.Random(seed)
-        documents = [(str(i), training_document(1023, generator)) for i in range(count)] + [("end", " ")]
-        write_documents(f"{a.cache}/{split}.jsonl", documents)
+        documents = []
+        for lengths, most_chains in (generator.choice(SAMPLES) for _ in range(count)):
+            documents += [training_document(length, most_chains, generator) for length in lengths]
+        write_documents(f"{a.cache}/{split}.jsonl", [(str(i), text) for i, text in enumerate(documents + [" "])])
         tokenize(a.program, f"{a.cache}/{split}.jsonl", f"{a.cache}/{split}/needle",
                  ["--val-fraction", "0" if split == "train" else "1"])
     generator = random.Random(3)
     for length in a.lengths:
+        items = []
+        for eighth in range(EIGHTHS):
+            for hops in range(1, HOPS + 1 if length <= TRAINED else 2):
+                trials = a.trials if hops == 1 else a.trials // 2
+                items += [item(length, eighth, hops, generator) for _ in range(trials)]
+        write_choices(f"{a.cache}/items_{length}.bin", items)  # the .jsonl says which cell each belongs to
         with open(f"{a.cache}/items_{length}.jsonl", "w") as file:
-            for eighth in range(EIGHTHS):
-                for trial in range(a.trials):
-                    file.write(json.dumps(item(length, eighth, 1 + trial % HOPS, generator)) + "\n")
+            file.writelines(json.dumps(one) + "\n" for one in items)
 
 
-def answers(a, run, path, length):
-    """(item, whether it was answered) of each item."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = f"{folder}/choices"
-        command = [a.program, "eval", "--from", f"{a.work}/{run}", "--hellaswag", path, "--json", out, "--seq-len",
-                   str(length + 8), "--threads", "1", "--device", "cpu", "--batch", "1"]
+def count_answers(a, folder, path, length):
+    """(length, eighth, hops) -> [answered, asked]."""
+    cells = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        out = f"{temporary}/choices"
+        command = [a.program, "eval", "--from", folder, "--hellaswag", path + ".bin", "--json", out, "--seq-len",
+                   str(length + 8), "--threads", "1", "--device", "cpu", "--cpu-dtype", "bf16", "--batch", "1"]
         subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
-        with open(path) as items, open(out) as found:
-            return [(one, answer["by_loss"] == one["label"])
-                    for one, answer in zip(map(json.loads, items), map(json.loads, found))]
-
-
-def share(results):
-    return f"{100 * sum(right for _, right in results) / len(results):.0f}" if results else "-"
+        with open(path + ".jsonl") as items, open(out) as found:
+            for one, answer in zip(map(json.loads, items), map(json.loads, found)):
+                cell = cells.setdefault((length, one["eighth"], one["hops"]), [0, 0])
+                cell[0] += answer["by_loss"] == one["label"]
+                cell[1] += 1
+    return cells
 
 
 def test(a):
-    lengths = sorted(int(name[6:-6]) for name in os.listdir(a.cache) if name.startswith("items_"))
+    lengths = sorted(int(name[6:-4]) for name in os.listdir(a.cache) if name.endswith(".bin"))
     if not lengths:
         sys.exit(f"needle.py: {a.cache} has no items_*.jsonl: run needle.py make {a.cache}")
-    for run in a.runs:
-        print(f"\n`{run}`, % answered\n\n| length | " + " | ".join(f"{i + 1}/8" for i in range(EIGHTHS)) + " | "
-              + " | ".join(f"{hops + 1} hops" for hops in range(HOPS)) + " |\n" + "|---" * (1 + EIGHTHS + HOPS) + "|")
-        for length in lengths:
-            found = answers(a, run, f"{a.cache}/items_{length}.jsonl", length)
-            cells = [share([x for x in found if x[0]["eighth"] == i]) for i in range(EIGHTHS)]
-            cells += [share([x for x in found if x[0]["hops"] == hops + 1]) for hops in range(HOPS)]
-            print(f"| {length} | " + " | ".join(cells) + " |", flush=True)
+    os.makedirs(a.answers, exist_ok=True)
+    folders = [folder for run in a.runs for folder in folders_of(run, a.work)]
+    for length, folder in [(length, folder) for length in lengths for folder in folders]:
+        name = os.path.basename(folder)
+        path = f"{a.answers}/{name}_{length}.json"
+        if os.path.exists(path):
+            continue
+        cells = count_answers(a, folder, f"{a.cache}/items_{length}", length)
+        with open(path, "w") as file:
+            file.write(json.dumps({"run": name, "cells": [[*key, *cell] for key, cell in cells.items()]}) + "\n")
+        print(f"{name}, {length} bytes: {percent(cells.items())} % answered", flush=True)
+
+
+def percent(cells):
+    """Of (key, [answered, asked]); - of none."""
+    cells = list(cells)
+    asked = sum(cell[1] for _, cell in cells)
+    return f"{100 * sum(cell[0] for _, cell in cells) / asked:.0f}" if asked else "-"
+
+
+def load(answers, arm):
+    """(the cells of each run, those of all together)."""
+    of_run = {}
+    for path in sorted(glob.glob(f"{glob.escape(f'{answers}/{arm}')}*.json")):
+        with open(path) as file:
+            found = json.load(file)
+        of_run.setdefault(found["run"], {}).update({tuple(cell[:3]): cell[3:] for cell in found["cells"]})
+    if not of_run:
+        sys.exit(f"needle.py: {answers} has no {arm}*.json: run needle.py test")
+    least = min(len(run) for run in of_run.values())  # the lengths that all runs have
+    runs = [{key: run[key] for key in sorted(run)[:least]} for run in of_run.values()]
+    return runs, {key: [sum(run[key][i] for run in runs) for i in range(2)] for key in runs[0]}
+
+
+def print_tables(name, runs, cells):
+    asked = max(cell[1] for cell in cells.values())
+    print(f"\n`{name}`, {len(runs)} seeds, up to {asked} trials a cell, % answered\n\n| length | "
+          + " | ".join(f"{i + 1}/8" for i in range(EIGHTHS)) + " | 1 hop | 2 hops | 3 hops |\n"
+          + "|---" * (1 + EIGHTHS + HOPS) + "|")
+    for length in sorted({key[0] for key in cells}):
+        of_length = {key: cell for key, cell in cells.items() if key[0] == length}
+        row = [percent((k, v) for k, v in of_length.items() if k[1:] == (i, 1)) for i in range(EIGHTHS)]
+        for hops in range(1, HOPS + 1):
+            row.append(percent((k, v) for k, v in of_length.items() if k[2] == hops))
+            seeds = [percent((k, v) for k, v in run.items() if k[0] == length and k[2] == hops) for run in runs]
+            if len(runs) > 1 and row[-1] != "-":
+                row[-1] += f" ({min(seeds, key=int)} to {max(seeds, key=int)})"
+        print(f"| {length} | " + " | ".join(row) + " |")
+
+
+def text(x, y, words, more='text-anchor="middle"'):
+    return f'<text x="{x:.1f}" y="{y:.1f}" {more}>{words}</text>'
+
+
+def heat_map(title, cells, left):
+    """A column for each eighth, a row for each length; from clear, a quarter or less, to solid, all answered."""
+    parts = [text(left, 16, title, 'fill="#888"'), text(left, TOP - 24, "the fact lies in eighth", 'fill="#888"')]
+    for i in range(EIGHTHS):
+        parts.append(text(left + (i + 0.5) * CELL, TOP - 6, str(i + 1), 'text-anchor="middle" fill="#888"'))
+    for row, length in enumerate(sorted({key[0] for key in cells})):
+        y = TOP + row * CELL
+        if left == LEFT:
+            parts.append(text(left - 6, y + CELL / 2 + 4, str(length), 'text-anchor="end" fill="#888"'))
+        for i in range(EIGHTHS):
+            right, asked = cells[length, i, 1]
+            above = max(0, (right / asked - 0.25) / 0.75)
+            x = left + i * CELL
+            parts.append(f'<rect x="{x}" y="{y}" width="{CELL - 1}" height="{CELL - 1}" fill="#3a8fd9" '
+                         f'fill-opacity="{above:.2f}" stroke="#888" stroke-opacity="0.3"/>')
+            color = "#fff" if above > 0.6 else "#888"
+            parts.append(text(x + CELL / 2, y + CELL / 2 + 4, f"{100 * right / asked:.0f}",
+                              f'text-anchor="middle" fill="{color}"'))
+    return parts
+
+
+def figure(arms):
+    """(words, cells) of each arm. No background and colours of middle brightness: for white and for black pages."""
+    from table import words_of
+    rows = len({key[0] for key in arms[0][1]})
+    width, height = LEFT + len(arms) * (EIGHTHS * CELL + GAP), TOP + rows * CELL + 30
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
+             'font-size="12">']
+    for i, (name, cells) in enumerate(arms):
+        parts += heat_map(words_of(name.partition("_lr")[0]), cells, LEFT + i * (EIGHTHS * CELL + GAP))
+    below = "% answered, by the bytes of the text and where in it the fact lies; guessing is 25; trained on 1024 bytes"
+    parts.append(text(LEFT, height - 8, below, 'fill="#888"'))
+    return "\n".join(parts + ["</svg>"]) + "\n"
+
+
+def show(a):
+    found = []
+    for arm in a.runs:
+        runs, cells = load(a.answers, arm)
+        print_tables(arm, runs, cells)
+        found.append((arm, cells))
+    if a.svg:
+        with open(a.svg, "w") as file:
+            file.write(figure(found))
 
 
 def main():
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = arguments.add_subparsers(required=True)
-    of_make, of_test = verbs.add_parser("make"), verbs.add_parser("test")
+    of_make, of_test, of_show = verbs.add_parser("make"), verbs.add_parser("test"), verbs.add_parser("show")
     of_make.add_argument("cache")
-    of_make.add_argument("--documents", type=int, default=8192)
-    of_make.add_argument("--trials", type=int, default=100, help="for each length and eighth")
+    of_make.add_argument("--samples", type=int, default=8192)
+    of_make.add_argument("--trials", type=int, default=34, help="for each length and eighth; three seeds have 102")
     of_make.add_argument("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096])
     of_make.set_defaults(do=make)
-    of_test.add_argument("runs", nargs="+")
     of_test.add_argument("--cache", required=True)
     of_test.add_argument("--work", required=True)
     of_test.set_defaults(do=test)
+    of_show.add_argument("--svg")
+    of_show.set_defaults(do=show)
     for verb in (of_make, of_test):
         verb.add_argument("--program", default="./train_nsa")
+    for verb in (of_test, of_show):
+        verb.add_argument("runs", nargs="+")
+        verb.add_argument("--answers", default=f"{HERE}/results/needle_answers")
     a = arguments.parse_args()
     a.do(a)
 

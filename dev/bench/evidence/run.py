@@ -126,6 +126,17 @@ def queue(plan, tokens, results):
     return runs
 
 
+def folders_of(name, work):
+    """The folder of a run; of an arm with its rate, which is a run's name up to _seed, those of the whole runs."""
+    if os.path.isdir(f"{work}/{name}"):
+        return [f"{work}/{name}"]
+    found = [path for path in sorted(glob.glob(f"{glob.escape(f'{work}/{name}')}_seed*")) if os.path.isdir(path)]
+    found = [path for path in found if f"_seed{SEED_OF_SWEEP}_" not in path]
+    if not found:
+        sys.exit(f"run.py: {work} has no run {name}: expected a run's name, or one up to its _seed")
+    return found
+
+
 def first_shards(cache, setting, tokens):
     """The shards that a run of so many tokens reads once, as a folder of links, so that an n-gram can read the same."""
     count = -(-tokens // setting["shard_samples"] // setting["model"]["seq-len"])

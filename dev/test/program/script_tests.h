@@ -612,7 +612,7 @@ struct Comparison {
                                   "--tokenizer", "bytes", "--val-fraction", "0.1"})
                         .status,
                     0);
-        write_file(folder.file("tiny.json"), R"js({"model": {"layers": 1, "dim": 16, "heads": 2, "kv-groups": 1,
+        write_file(folder.file("tiny.json"), R"js({"model": {"layers": 2, "dim": 16, "heads": 2, "kv-groups": 1,
             "head-dim": 8, "mlp-hidden": 32, "cmp-block": 4, "cmp-stride": 2, "slc-block": 4, "slc-count": 3,
             "window": 4, "phi-hidden": 4, "init": "random", "tokenizer": "bytes", "seq-len": 128},
             "training": {"batch": 1, "total-batch": 128, "warmup": 1}, "machine": {"threads": 1, "device": "cpu"},
@@ -650,7 +650,9 @@ TEST(run_comparison_of_arms) {
     if (program::execute({"/usr/bin/env", "python3", "-c", ""}).status != 0) return skip("comparisons: no python3");
     Comparison c;
     const std::string plan = c.folder.file("plan.txt");
-    write_file(plan, "sweep nsa 1e-3 2e-3\nsweep full 0.02 0.04 # a remark\nrun window+optimizer=muon 0.01 5 256\n");
+    write_file(plan,
+               "sweep nsa 1e-3 2e-3\nsweep full 0.02 0.04 # a remark\nrun window+optimizer=muon 0.01 5 256\n"
+               "run alternating+full-every=2 0.01 5 256\n");
     const program::Result day = c.gpu_day(plan);
     CHECK_EQUAL(day.err, "");
     CHECK_EQUAL(day.status, 0);
@@ -665,15 +667,19 @@ TEST(run_comparison_of_arms) {
 
     const Json nsa = c.result("nsa_lr0.001_seed0_tokens256"), full = c.result("full_lr0.02_seed0_tokens256");
     const Json window = c.result("window+optimizer=muon_lr0.01_seed5_tokens256");
+    const char* const of_two = "alternating+full-every=2_lr0.01_seed5_tokens256";
+    const Json alternating = c.result(of_two);
     const double size = nsa.number("parameters", "nsa");
-    for (const Json* arm : {&full, &window}) CHECK(std::fabs(arm->number("parameters", "an arm") / size - 1) <= 0.02);
-    for (const char* name : {"nsa_lr0.001_seed0_tokens256", "full_lr0.02_seed0_tokens256"}) {
+    for (const Json* arm : {&full, &window, &alternating})
+        CHECK(std::fabs(arm->number("parameters", "an arm") / size - 1) <= 0.02);
+    for (const char* name : {"nsa_lr0.001_seed0_tokens256", "full_lr0.02_seed0_tokens256", of_two}) {
         const std::string log = read_file(c.folder.file("work/" + std::string(name) + "/log.jsonl"));
         const Json start = parse_json(log.substr(0, log.find('\n')), name).get("start", name), found = c.result(name);
         CHECK_NEAR(found.number("flops", name) / 256, start.number("flops_per_token", name), 1);
         CHECK_EQUAL(found.number("parameters", name), start.number("parameters", name));
     }
-    CHECK_NEAR(window.number("keys_per_query", "window"), nsa.number("keys_per_query", "nsa"), 8);
+    for (const Json* arm : {&window, &alternating})
+        CHECK_NEAR(arm->number("keys_per_query", "an arm"), nsa.number("keys_per_query", "nsa"), 8);
 
     const auto before =
         std::filesystem::last_write_time(c.folder.file("work/results/nsa_lr0.001_seed0_tokens256.json"));
@@ -692,31 +698,68 @@ TEST(run_needles) {
     using namespace script_tests;
     if (program::execute({"/usr/bin/env", "python3", "-c", ""}).status != 0) return skip("needles: no python3");
     Comparison c;
-    CHECK_EQUAL(c.run("needle.py", {"make", c.folder.file("needle"), "--program", program::path(), "--documents", "20",
+    CHECK_EQUAL(c.run("needle.py", {"make", c.folder.file("needle"), "--program", program::path(), "--samples", "20",
                                     "--trials", "3", "--lengths", "256"})
                     .status,
                 0);
-    CHECK_EQUAL(program::run({"--out", c.folder.file("run"), "--steps", "1", "--sample-tokens", "0"}).status, 0);
-    const program::Result r = c.run("needle.py", {"test", "--program", program::path(), "--cache",
-                                                  c.folder.file("needle"), "--work", c.folder.path, "run"});
-    CHECK_EQUAL(r.err, "");
-    CHECK(std::regex_search(r.out, std::regex("\n\\| 256( \\| [0-9]+){11} \\|\n$")));
+    for (const char* seed : {"1", "2"})
+        CHECK_EQUAL(program::run({"--out", c.folder.file("nsa_seed" + std::string(seed)), "--steps", "1", "--seed",
+                                  seed, "--sample-tokens", "0"})
+                        .status,
+                    0);
+    const std::string answers = c.folder.file("answers"), svg = c.folder.file("needle.svg");
+    const program::Result tested =
+        c.run("needle.py", {"test", "--program", program::path(), "--cache", c.folder.file("needle"), "--work",
+                            c.folder.path, "--answers", answers, "nsa"});
+    CHECK_EQUAL(tested.err, "");
+    CHECK(std::regex_match(tested.out, std::regex("(nsa_seed[12], 256 bytes: [0-9]+ % answered\n){2}")));
+    const program::Result shown = c.run("needle.py", {"show", "--answers", answers, "--svg", svg, "nsa"});
+    CHECK_EQUAL(shown.err, "");
+    const std::string hops = " \\| [0-9]+ \\([0-9]+ to [0-9]+\\)";
+    CHECK(std::regex_search(shown.out, std::regex("\n\\| 256( \\| [0-9]+){8}(" + hops + "){3} \\|\n$")));
+    const std::string picture = read_file(svg);
+    size_t rectangles = 0;
+    for (size_t at = 0; (at = picture.find("<rect", at)) != std::string::npos; at++) rectangles++;
+    CHECK_EQUAL(rectangles, size_t(8));
+    CHECK(picture.find(">NSA, AdamW</text>") != std::string::npos);
     size_t items = 0;
     for (const std::string& line : program::lines_of(read_file(c.folder.file("needle/items_256.jsonl")))) {
         const Json item = parse_json(line, "an item");
-        const std::string text = item.string("ctx", "an item");
-        const size_t body = text.find('?') - 2;  // the question stands at the end
-        std::string name = text.substr(body, 2);
+        const std::string text = item.string("text", "an item");
+        const size_t body = text.find('?') - 1;  // the question stands at the end
+        char name = text.back();
+        CHECK_EQUAL(int64_t(text.size() - body - 2), item.integer("hops", "an item"));
         for (int64_t hop = 0; hop < item.integer("hops", "an item"); hop++) {
-            const size_t fact = text.find(" " + name + ": ") + 1;
+            size_t fact = text.find(name);
+            while (text[fact + 2] != '.') fact = text.find(name, fact + 1);  // where it stands first
             CHECK_EQUAL(int64_t(fact * 8 / body), item.integer("eighth", "an item"));
-            name = text.substr(fact + 4, 2);
+            name = text[fact + 1];
         }
         const std::vector<Json>& endings = item.array("endings", "an item");
-        CHECK_EQUAL(endings[size_t(item.integer("label", "an item"))].text, name);
+        CHECK_EQUAL(endings[size_t(item.integer("label", "an item"))].text, std::string(1, name));
         items++;
     }
-    CHECK_EQUAL(items, size_t(24));
+    CHECK_EQUAL(items, size_t(8 * (3 + 1 + 1)));
+}
+
+// The shares of a hand-made attention, and that of a model, whose loss stays if the branch is given the model's own
+// blocks, and does not where it is given others.
+TEST_LONG(run_shares_of_selection) {
+    using namespace script_tests;
+    if (program::execute({"/usr/bin/env", "python3", "-c", "import torch, numpy"}).status != 0)
+        return skip("shares of selection: no PyTorch that python3 finds");
+    Comparison c;
+    REQUIRE_GOOD(c.run("selection.py", {"--selftest"}));
+    REQUIRE_GOOD(program::train({{"out", c.folder.file("nsa_seed1")}, {"init", "random"}}));
+    std::string text;
+    for (int i = 0; i < 63; i++) text += char('a' + i * i % 23);
+    write_file(c.folder.file("heldout_64.jsonl"), "{\"text\": \"" + text + "\"}\n{\"text\": \" \"}\n");
+    const program::Result r = c.run(
+        "selection.py", {"--cache", c.folder.path, "--work", c.folder.path, "--seq-len", "64", "--losses", "nsa"});
+    CHECK_EQUAL(r.err, "");
+    const std::string changed = " \\| [-+]0\\.[0-9]*[1-9][0-9]* [^|]*",
+                      row = "\\| loss, less the model's own \\| \\+0.0000 ";
+    CHECK(std::regex_search(r.out, std::regex(row + "[^|]*(" + changed + "){4}\\|")));
 }
 
 // The n-gram's loss for one byte and for two, computed once more from the formula.
