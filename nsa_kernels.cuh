@@ -469,27 +469,29 @@ __device__ inline void load_row(float* shared, const cuda_real* row, float scale
 // ---------------------------------------------------------------------------------------------------------------------
 // Forward and backward.
 
-// out = softmax(q k^T / sqrt(D)) v and its LSE, one warp per query row, 32 keys at a time. Softmax wants the largest
-// score first, and that is not known before the last key. So weights are taken relative to the largest score so far, m,
-// and when a larger one comes, all sums so far are multiplied by e^(old m - new m), as if they had been taken relative
-// to the new one (Milakov & Gimelshein 2018).
+// out [.., Dv] = softmax(q k^T / sqrt(D)) v and its LSE, one warp per query row, 32 keys at a time. Softmax wants the
+// largest score first, and that is not known before the last key. So weights are taken relative to the largest score so
+// far, m, and when a larger one comes, all sums so far are multiplied by e^(old m - new m), as if they had been taken
+// relative to the new one (Milakov & Gimelshein 2018).
 __global__ void __launch_bounds__(WARPS * 32, 1)
     forward_kernel(Branch branch, cuda_real* out, float* lse, const cuda_real* q, const cuda_real* k,
                    const cuda_real* v, const uint32_t* selection, NsaShape s, float scale, size_t rows) {
     DynamicShared shared;
     const int D = s.D;
+    const int Dv = s.Dv();
     const int warp = threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
-    float* query = shared.take<float>(WARPS * (2 * D + 32)) + warp * (2 * D + 32);
+    const int room = D + Dv + 32;
+    float* query = shared.take<float>(WARPS * room) + warp * room;
     float* sums = query + D;
-    float* weights = sums + D;
+    float* weights = sums + Dv;
     const size_t row = size_t(blockIdx.x) * WARPS + warp;
     if (row >= rows) return;  // a whole warp; there is no barrier below
     const Query at(row, selection, s);
     k += at.group * s.key_stride(branch) * D;
-    v += at.group * s.key_stride(branch) * D;
+    v += at.group * s.key_stride(branch) * Dv;
     load_row(query, q + row * D, scale, D);
-    for (int x = lane; x < D; x += 32) sums[x] = 0;  // a column belongs to one lane from here to the end
+    for (int x = lane; x < Dv; x += 32) sums[x] = 0;  // a column belongs to one lane from here to the end
     __syncwarp();
     float largest = -INFINITY, total = 0;  // total: of the keys of this lane
     for (int range = 0; range < range_count(branch, at.t, s); range++) {
@@ -505,9 +507,9 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
             total = total * rescale + weight;
             weights[lane] = weight;
             __syncwarp();
-            for (int x = lane; x < D; x += 32) {
+            for (int x = lane; x < Dv; x += 32) {
                 float sum = sums[x] * rescale;
-                for (int i = 0; i < count; i++) sum += weights[i] * float(v[size_t(key0 + i) * D + x]);
+                for (int i = 0; i < count; i++) sum += weights[i] * float(v[size_t(key0 + i) * Dv + x]);
                 sums[x] = sum;
             }
             __syncwarp();  // the weights have been read; the next 32 may be written
@@ -515,7 +517,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
     }
     total = lane_sum(total);
     const float inverse = total > 0 ? 1 / total : 0;  // no key: out 0, LSE +infinity
-    for (int x = lane; x < D; x += 32) out[row * D + x] = cuda_real(sums[x] * inverse);
+    for (int x = lane; x < Dv; x += 32) out[row * Dv + x] = cuda_real(sums[x] * inverse);
     if (lane == 0) lse[row] = total > 0 ? largest + logf(total) : INFINITY;
 }
 
@@ -526,19 +528,21 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
               size_t rows) {
     DynamicShared shared;
     const int D = s.D;
+    const int Dv = s.Dv();
     const int warp = threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
-    float* query = shared.take<float>(WARPS * (3 * D + 32)) + warp * (3 * D + 32);
+    const int room = 2 * D + Dv + 32;
+    float* query = shared.take<float>(WARPS * room) + warp * room;
     float* gradient = query + D;
-    float* sums = gradient + D;
+    float* sums = gradient + Dv;
     float* weights = sums + D;
     const size_t row = size_t(blockIdx.x) * WARPS + warp;
     if (row >= rows) return;
     const Query at(row, in.selection, s);
     in.k += at.group * s.key_stride(branch) * D;
-    in.v += at.group * s.key_stride(branch) * D;
+    in.v += at.group * s.key_stride(branch) * Dv;
     load_row(query, in.q + row * D, scale, D);
-    load_row(gradient, d.dout + at.dout * D, 1, D);
+    load_row(gradient, d.dout + at.dout * Dv, 1, Dv);
     for (int x = lane; x < D; x += 32) sums[x] = 0;
     __syncwarp();
     const float shift = d.lse_gated[row], r = d.row_dot[row];
@@ -548,7 +552,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
             const int key = key0 + lane, count = min(32, keys.end - key0);
             if (lane < count) {
                 const float p = expf(dot(query, in.k + size_t(key) * D, D) - shift);
-                weights[lane] = p * (dot(gradient, in.v + size_t(key) * D, D) - r);  // dS
+                weights[lane] = p * (dot(gradient, in.v + size_t(key) * Dv, Dv) - r);  // dS
             }
             __syncwarp();
             for (int x = lane; x < D; x += 32) {
@@ -569,14 +573,17 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
                 size_t rows) {
     DynamicShared shared;
     const int D = s.D;
+    const int Dv = s.Dv();
     const int warp = threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
     const int h = s.H / s.G;
-    float* key_row = shared.take<float>(WARPS * (4 * D + 64)) + warp * (4 * D + 64);
+    const int room = 2 * (D + Dv) + 64;
+    float* key_row = shared.take<float>(WARPS * room) + warp * room;
     float* value_row = key_row + D;
-    float* dk_sums = value_row + D;
+    float* dk_sums = value_row + Dv;
     float* dv_sums = dk_sums + D;
-    float *p_weights = dv_sums + D, *ds_weights = p_weights + 32;
+    float* p_weights = dv_sums + Dv;
+    float* ds_weights = p_weights + 32;
     const size_t row = size_t(blockIdx.x) * WARPS + warp;
     if (row >= rows) return;
     const int stride = s.key_stride(branch);
@@ -587,8 +594,8 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
     const size_t g = bg % s.G;
     const KeyRange queries = query_range(branch, key, s);
     load_row(key_row, in.k + row * D, scale, D);
-    load_row(value_row, in.v + row * D, 1, D);
-    for (int x = lane; x < D; x += 32) dk_sums[x] = dv_sums[x] = 0;
+    load_row(value_row, in.v + row * Dv, 1, Dv);
+    for (int x = lane; x < D + Dv; x += 32) dk_sums[x] = 0;  // and dv_sums
     __syncwarp();
     for (int i = 0; i < h; i++) {
         const size_t head = g * h + i, first_row = (b * s.H + head) * s.T;  // of q, row_dot and lse_gated
@@ -602,26 +609,24 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
                 const float p = expf(dot(key_row, in.q + (first_row + t) * D, D) - d.lse_gated[first_row + t]);
                 p_weights[lane] = p;
                 ds_weights[lane] =
-                    p * (dot(value_row, d.dout + ((b * s.T + t) * s.H + head) * D, D) - d.row_dot[first_row + t]);
+                    p * (dot(value_row, d.dout + ((b * s.T + t) * s.H + head) * Dv, Dv) - d.row_dot[first_row + t]);
             }
             __syncwarp();
-            for (int x = lane; x < D; x += 32) {
-                float dk_sum = dk_sums[x], dv_sum = dv_sums[x];
+            for (int x = lane; x < max(D, Dv); x += 32) {
+                float dk_sum = x < D ? dk_sums[x] : 0, dv_sum = x < Dv ? dv_sums[x] : 0;
                 for (unsigned rest = seen_by; rest; rest &= rest - 1) {
                     const int j = __ffs(int(rest)) - 1;
-                    dk_sum += ds_weights[j] * float(in.q[(first_row + t0 + j) * D + x]);
-                    dv_sum += p_weights[j] * float(d.dout[((b * s.T + t0 + j) * s.H + head) * D + x]);
+                    if (x < D) dk_sum += ds_weights[j] * float(in.q[(first_row + t0 + j) * D + x]);
+                    if (x < Dv) dv_sum += p_weights[j] * float(d.dout[((b * s.T + t0 + j) * s.H + head) * Dv + x]);
                 }
-                dk_sums[x] = dk_sum;
-                dv_sums[x] = dv_sum;
+                if (x < D) dk_sums[x] = dk_sum;
+                if (x < Dv) dv_sums[x] = dv_sum;
             }
             __syncwarp();
         }
     }
-    for (int x = lane; x < D; x += 32) {
-        d.dk[row * D + x] = cuda_real(dk_sums[x] * scale);
-        d.dv[row * D + x] = cuda_real(dv_sums[x]);
-    }
+    for (int x = lane; x < D; x += 32) d.dk[row * D + x] = cuda_real(dk_sums[x] * scale);
+    for (int x = lane; x < Dv; x += 32) d.dv[row * Dv + x] = cuda_real(dv_sums[x]);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -762,19 +767,19 @@ __global__ void __launch_bounds__(kernels::SUM_THREADS)
 inline void attention_forward(Branch branch, cuda_real* out, float* lse, const cuda_real* q, const cuda_real* k,
                               const cuda_real* v, const uint32_t* selection, const NsaShape& s, cudaStream_t stream) {
     const size_t rows = s.query_rows();
-    launch<forward_kernel>(blocks_for(rows, WARPS), WARPS * 32, WARPS * (2 * s.D + 32) * sizeof(float), stream, branch,
-                           out, lse, q, k, v, selection, s, float(s.scale()), rows);
+    launch<forward_kernel>(blocks_for(rows, WARPS), WARPS * 32, WARPS * (s.D + s.Dv() + 32) * sizeof(float), stream,
+                           branch, out, lse, q, k, v, selection, s, float(s.scale()), rows);
 }
 // Training shapes (first = 0, queries = T).
 inline void attention_backward(Branch branch, const BackwardArrays<cuda_real, float>& d,
                                const InputArrays<cuda_real>& in, const NsaShape& s, cudaStream_t stream) {
     const size_t rows = s.query_rows(), keys = branch == CMP ? s.cmp_rows() : s.key_rows();
     const float scale = float(s.scale());
-    launch<dq_kernel>(blocks_for(rows, WARPS), WARPS * 32, WARPS * (3 * s.D + 32) * sizeof(float), stream, branch, d,
-                      in, s, scale, rows);
+    launch<dq_kernel>(blocks_for(rows, WARPS), WARPS * 32, WARPS * (2 * s.D + s.Dv() + 32) * sizeof(float), stream,
+                      branch, d, in, s, scale, rows);
     if (keys == 0) return;
-    launch<dkdv_kernel>(blocks_for(keys, WARPS), WARPS * 32, WARPS * (4 * s.D + 64) * sizeof(float), stream, branch, d,
-                        in, s, scale, keys);
+    launch<dkdv_kernel>(blocks_for(keys, WARPS), WARPS * 32, WARPS * (2 * (s.D + s.Dv()) + 64) * sizeof(float), stream,
+                        branch, d, in, s, scale, keys);
 }
 inline void select_blocks(uint32_t* selection, float* chosen_importance, const cuda_real* q, const cuda_real* kc,
                           const float* lse, const NsaShape& s, cudaStream_t stream) {
@@ -817,13 +822,16 @@ struct Rope {
 // the gates follow.
 struct HeadPlace {
     bool query, rotated, normed;
-    int slot;    // HeadSlot of a key or value
-    size_t row;  // of q, or of the slot's buffer
+    int slot;           // HeadSlot of a key or value
+    size_t row;         // of q, or of the slot's buffer
+    int width, column;  // its elements, and where they begin in the token's row
     __device__ HeadPlace(int unit, size_t b, int j, const NsaShape& s) {
         query = unit < s.H;
-        slot = query ? 0 : (unit - s.H) / s.G + (s.full ? K_WIN : K_CMP);
+        slot = query ? 0 : (unit - s.H) / s.G + s.first_slot();
+        width = query ? s.D : s.slot_dim(slot);
+        column = query ? unit * s.D : s.slot_column(slot) + (unit - s.H) % s.G * width;
         rotated = query || slot == K_SLC || slot == K_WIN;
-        normed = s.qk_norm && (query || slot % 2 == 0);  // by kernels of their own
+        normed = s.qk_norm && (query || !s.holds_values(slot));  // by kernels of their own
         row = query ? (b * s.H + unit) * s.queries + j : (b * s.G + (unit - s.H) % s.G) * s.T + s.first + j;
     }
 };
@@ -850,7 +858,7 @@ using HeadGradientPointers = HeadArrays<const float, const cuda_real, const floa
 template <int W>
 __global__ void __launch_bounds__(128)
     split_heads_forward_kernel(HeadPointers out, const cuda_real* projected, Rope rope, NsaShape s, int P, int units) {
-    const int pieces = s.D / 2 / W;
+    const int pieces = max(s.D, s.Dv()) / 2 / W;
     const int j = blockIdx.x % s.queries;
     const int t = s.first + j;
     const size_t b = blockIdx.x / s.queries, rows = size_t(s.B) * s.H * s.queries;
@@ -858,47 +866,48 @@ __global__ void __launch_bounds__(128)
     for (int piece = threadIdx.x; piece < units * pieces; piece += blockDim.x) {
         const int unit = piece / pieces, i = piece % pieces * W;
         const HeadPlace place(unit, b, j, s);
-        if (place.normed) continue;
+        const int half = place.width / 2;
+        if (place.normed || i >= half) continue;
         float low[W], high[W];
-        load(low, in + unit * s.D + i);
-        load(high, in + unit * s.D + s.D / 2 + i);
+        load(low, in + place.column + i);
+        load(high, in + place.column + half + i);
         if (place.rotated) rope.rotate(low, high, t, i, s.D, +1);
-        cuda_real* to = (place.query ? out.q : out.kv(place.slot)) + place.row * s.D;
+        cuda_real* to = (place.query ? out.q : out.kv(place.slot)) + place.row * place.width;
         store(to + i, low);
-        store(to + s.D / 2 + i, high);
+        store(to + half + i, high);
     }
     if (s.full) return;
     for (int i = threadIdx.x; i < BRANCHES * s.H; i += blockDim.x)
         out.gate[i % BRANCHES * rows + (b * s.H + i / BRANCHES) * s.queries + j] =
-            s.left_out >> i % BRANCHES & 1 ? 0 : sigmoid(float(in[units * s.D + i]));
+            s.left_out >> i % BRANCHES & 1 ? 0 : sigmoid(float(in[s.slot_column(HEAD_SLOTS) + i]));
 }
 template <int W>
 __global__ void __launch_bounds__(128) split_heads_backward_kernel(cuda_real* dprojected, HeadGradientPointers d,
                                                                    Rope rope, NsaShape s, int P, int units) {
-    const int pieces = s.D / 2 / W, t = blockIdx.x % s.T;
+    const int pieces = max(s.D, s.Dv()) / 2 / W, t = blockIdx.x % s.T, heads_end = s.slot_column(HEAD_SLOTS);
     const size_t b = blockIdx.x / s.T, rows = size_t(s.B) * s.H * s.T;
     cuda_real* out = dprojected + size_t(blockIdx.x) * P;
     for (int piece = threadIdx.x; piece < units * pieces; piece += blockDim.x) {
         const int unit = piece / pieces, i = piece % pieces * W;
         const HeadPlace place(unit, b, t, s);
-        if (place.normed) continue;
+        const int half = place.width / 2;
+        if (place.normed || i >= half) continue;
         float low[W], high[W];
         if (place.query) {
             load(low, d.q + place.row * s.D + i);
-            load(high, d.q + place.row * s.D + s.D / 2 + i);
+            load(high, d.q + place.row * s.D + half + i);
         } else {
-            const cuda_real* from = d.kv(place.slot) + place.row * s.D;
+            const cuda_real* from = d.kv(place.slot) + place.row * place.width;
             load(low, from + i);
-            load(high, from + s.D / 2 + i);
+            load(high, from + half + i);
         }
         if (place.rotated) rope.rotate(low, high, t, i, s.D, -1);
-        store(out + unit * s.D + i, low);
-        store(out + unit * s.D + s.D / 2 + i, high);
+        store(out + place.column + i, low);
+        store(out + place.column + half + i, high);
     }
-    for (int i = threadIdx.x; i < P - units * s.D; i += blockDim.x) {  // gates, then padding; neither in full attention
+    for (int i = threadIdx.x; i < P - heads_end; i += blockDim.x) {  // gates, then padding; neither in full attention
         const bool gate = i < BRANCHES * s.H;
-        out[units * s.D + i] =
-            cuda_real(gate ? d.gate[i % BRANCHES * rows + (b * s.H + i / BRANCHES) * s.T + t] : 0.0f);
+        out[heads_end + i] = cuda_real(gate ? d.gate[i % BRANCHES * rows + (b * s.H + i / BRANCHES) * s.T + t] : 0.0f);
     }
 }
 
@@ -928,7 +937,7 @@ __global__ void __launch_bounds__(NORMED_WARPS * 32)
     for (int head = threadIdx.x / 32; head < NormedHead::count(s); head += NORMED_WARPS) {
         const NormedHead at(head, s);
         const HeadPlace place(at.unit, blockIdx.x / s.queries, j, s);
-        const cuda_real *in = projected + size_t(blockIdx.x) * P + at.unit * s.D, *gain = gains + at.gain_row * s.D;
+        const cuda_real *in = projected + size_t(blockIdx.x) * P + place.column, *gain = gains + at.gain_row * s.D;
         cuda_real* to = (place.query ? out.q : out.kv(place.slot)) + place.row * s.D;
         const float rstd = head_rstd(in, lane, s.D);
         for (int i = lane; i < half; i += 32) {
@@ -955,7 +964,7 @@ __global__ void __launch_bounds__(NORMED_WARPS * 32)
         for (int head = warp; head < NormedHead::count(s); head += NORMED_WARPS) {
             const NormedHead at(head, s);
             const HeadPlace place(at.unit, n / s.T, n % s.T, s);
-            cuda_real* x = dprojected + size_t(n) * P + at.unit * s.D;
+            cuda_real* x = dprojected + size_t(n) * P + place.column;
             const cuda_real* gain = gains + at.gain_row * s.D;
             float* const dgain = dgains.own + at.gain_row * s.D;
             const auto load_gradient = [&](float(&low)[1], float(&high)[1], int i) {
@@ -1103,19 +1112,20 @@ struct RowPlace {
     }
 };
 
-// out [B*queries, H*D] = sum over branches of gate * branch output; paper eq. 5
+// out [B*queries, H*Dv] = sum over branches of gate * branch output; paper eq. 5
 template <int W>
 __global__ void __launch_bounds__(256)
     combine_forward_kernel(cuda_real* out, const cuda_real* o, const float* gate, size_t rows, NsaShape s) {
     const size_t row = row_index();
     if (row >= rows) return;
     const RowPlace place(unsigned(row), s);
-    cuda_real* to = out + place.by_token * s.D;
-    for (int x = threadIdx.x % ROW_LANES * W; x < s.D; x += ROW_LANES * W) {
+    const int Dv = s.Dv();
+    cuda_real* to = out + place.by_token * Dv;
+    for (int x = threadIdx.x % ROW_LANES * W; x < Dv; x += ROW_LANES * W) {
         float sum[W] = {}, term[W];
         for (int i = 0; i < s.branches(); i++) {
             const float g = s.full ? 1 : gate[i * rows + row];
-            load(term, o + (i * rows + row) * s.D + x);
+            load(term, o + (i * rows + row) * Dv + x);
             for (int k = 0; k < W; k++) sum[k] += g * term[k];
         }
         store(to + x, sum);
@@ -1127,13 +1137,14 @@ __global__ void __launch_bounds__(256)
     attention_backward_rows_kernel(float* row_dot, float* lse_gated, float* dgate_logit, const cuda_real* dout,
                                    const cuda_real* o, const float* gate, const float* lse, size_t rows, NsaShape s) {
     const size_t index = row_index(), row = index < rows ? index : rows - 1;  // every lane takes part in the sums
-    const cuda_real* d = dout + RowPlace(unsigned(row), s).by_token * s.D;
+    const int Dv = s.Dv();
+    const cuda_real* d = dout + RowPlace(unsigned(row), s).by_token * Dv;
     for (int i = 0; i < s.branches(); i++) {
         const size_t at = i * rows + row;
         float dot = 0, a[W], c[W];
-        for (int x = threadIdx.x % ROW_LANES * W; x < s.D; x += ROW_LANES * W) {
+        for (int x = threadIdx.x % ROW_LANES * W; x < Dv; x += ROW_LANES * W) {
             load(a, d + x);
-            load(c, o + at * s.D + x);
+            load(c, o + at * Dv + x);
             for (int k = 0; k < W; k++) dot += a[k] * c[k];
         }
         dot = lane_sum<ROW_LANES>(dot);
@@ -2011,15 +2022,14 @@ struct Cuda : CudaOptimiser {
     }
 
     // ----- heads.
-    static constexpr int HEAD_SLOTS = V_WIN + 1;
     struct Heads {
         real* q;               // [B, H, queries, D], rotated
-        real* kv[HEAD_SLOTS];  // [B, G, T, D] each; k_slc and k_win rotated, k_cmp not (its compressed blocks are)
+        real* kv[HEAD_SLOTS];  // [B, G, T, D or Dv]; k_slc and k_win rotated, k_cmp not (its compressed blocks are)
         Stat* gate;            // [3, B, H, queries], after the sigmoid
     };
     struct HeadGradients {
         Stat* q;               // [B, H, T, D]
-        real* kv[HEAD_SLOTS];  // [B, G, T, D]
+        real* kv[HEAD_SLOTS];  // [B, G, T, D or Dv]
         Stat* gate;            // [3, B, H, T], of the logit
     };
     // heads = projected, split, rotated and gated
@@ -2056,21 +2066,17 @@ struct Cuda : CudaOptimiser {
     }
 
     // ----- compression, paper eq. 7, with phi(X_i) = mean over the l rows + fc2 silu(fc1 X_i + bias).
-    template <class T>
-    struct PhiOf {
-        T *fc1, *bias, *fc2;  // [F, l*D], [F], [D, F]
-    };
     using Phi = PhiOf<real>;
     using PhiGradients = PhiOf<Grad>;
     // out [B, G, NC, D] = phi(blocks of k [B, G, T, D]), rotated by the angles at position i*d if asked; hidden [B, G,
     // NC, F] before the SiLU. Computes the blocks that end inside this call's positions, from the products of fc1 with
-    // their chunks.
+    // their chunks. Values come with s.of_values().
     void compress_forward(real* out, real* hidden, const real* k, const Phi& phi, bool rotated, const NsaShape& s) {
         const ProfileRange range("compression");
         const int D = s.D, F = s.F, begin = s.cmp_blocks(s.first), count = s.cmp_blocks(s.first + s.queries) - begin,
                   NC = s.cmp_capacity(), groups = s.B * s.G, rows = groups * count;
         if (count <= 0) return;
-        const kernels::Rope rope = prepare_rope(s);
+        const kernels::Rope rope = rotated ? prepare_rope(s) : kernels::Rope{};
         const int parts = s.l / s.d, chunks = count + parts - 1, width = s.d * D;
         float *of_chunks = scratch<float>(0, size_t(groups) * chunks * F * parts),
               *out_sum = scratch<float>(1, size_t(rows) * D);
@@ -2090,7 +2096,7 @@ struct Cuda : CudaOptimiser {
         const ProfileRange range("compression");
         const int D = s.D, F = s.F, NC = s.cmp_capacity(), groups = s.B * s.G, rows = groups * NC;
         if (NC == 0) return zero(dk, s.key_rows() * D);
-        const kernels::Rope rope = prepare_rope(s);
+        const kernels::Rope rope = rotated ? prepare_rope(s) : kernels::Rope{};
         const int parts = s.l / s.d, chunks = s.T / s.d, width = s.d * D, columns = F * parts;
         const size_t size = size_t(rows) * F, tokens = size_t(s.T) * D, chunk_rows = size_t(groups) * chunks;
         real *activated = scratch<real>(0, size), *dchunks = scratch<real>(1, chunk_rows * columns);
@@ -2122,7 +2128,7 @@ struct Cuda : CudaOptimiser {
     }
 
     // ----- attention, by the kernels on tensor cores or by the plain ones.
-    // out [B, H, queries, D] = softmax(q k^T / sqrt(D)) v over the branch's keys; lse [B, H, queries]
+    // out [B, H, queries, Dv] = softmax(q k^T / sqrt(D)) v over the branch's keys; lse [B, H, queries]
     void attention_forward(Branch branch, real* out, Stat* lse, const real* q, const real* k, const real* v,
                            const uint32_t* selection, const NsaShape& s) {
         const ProfileRange range(ATTENTION_NAMES[branch]);
@@ -2160,11 +2166,11 @@ struct Cuda : CudaOptimiser {
         attention_forward(CMP, out, lse, q, kc, vc, nullptr, s);
         if (selection) select_blocks(selection, chosen_importance, q, kc, lse, s);
     }
-    // out [B*queries, H*D] = sum over branches of gate * branch output.  o [3, B, H, queries, D], gate [3, B, H,
+    // out [B*queries, H*Dv] = sum over branches of gate * branch output.  o [3, B, H, queries, Dv], gate [3, B, H,
     // queries]; paper eq. 5
     void combine_forward(real* out, const real* o, const Stat* gate, const NsaShape& s) {
         const size_t rows = s.query_rows();
-        with_width(is_wide(s.D, out, o), [&](auto W) {
+        with_width(is_wide(s.Dv(), out, o), [&](auto W) {
             launch<kernels::combine_forward_kernel<W()>>(blocks_for(rows * kernels::ROW_LANES, 256), 256, 0, stream,
                                                          out, o, gate, rows, s);
         });
@@ -2173,7 +2179,7 @@ struct Cuda : CudaOptimiser {
     void attention_backward_rows(Stat* row_dot, Stat* lse_gated, Stat* dgate_logit, const real* dout, const real* o,
                                  const Stat* gate, const Stat* lse, const NsaShape& s) {
         const size_t rows = s.query_rows();
-        with_width(is_wide(s.D, dout, o), [&](auto W) {
+        with_width(is_wide(s.Dv(), dout, o), [&](auto W) {
             launch<kernels::attention_backward_rows_kernel<W()>>(blocks_for(rows * kernels::ROW_LANES, 256), 256, 0,
                                                                  stream, row_dot, lse_gated, dgate_logit, dout, o, gate,
                                                                  lse, rows, s);
@@ -2190,10 +2196,11 @@ struct Cuda : CudaOptimiser {
     }
     // Refuses shapes that the attention kernels do not have.
     void check_shape(const NsaShape& s) const {
-        if (asked_kernel && !has_attention_kernel(*asked_kernel, FP32, capability(), s.D))
-            fail_usage("--attention-kernel %s is not for heads of dimension %d on a GPU of %d.%d; choose %s",
-                       asked_kernel->name, s.D, properties.major, properties.minor,
-                       joined_words(attention_kernel_names(FP32, capability(), s.D), " or ").c_str());
+        if (asked_kernel && !has_attention_kernel(*asked_kernel, FP32, capability(), s.D, s.Dv()))
+            fail_usage("--attention-kernel %s is not for heads of dimension %d%s on a GPU of %d.%d; choose %s",
+                       asked_kernel->name, s.D, s.Dv() == s.D ? "" : format_text(" with values of %d", s.Dv()).c_str(),
+                       properties.major, properties.minor,
+                       joined_words(attention_kernel_names(FP32, capability(), s.D, s.Dv()), " or ").c_str());
 #ifndef PRECISION_FP32
         if (!plain_attention) ::check_shape(s, selected_kernel);
 #endif
@@ -2236,11 +2243,11 @@ struct Cuda : CudaOptimiser {
 #endif
 
     // Query heads, keys and values in a row of the projection
-    static int head_units(const NsaShape& s) { return (s.projected() - s.gate_columns()) / s.D; }
+    static int head_units(const NsaShape& s) { return s.H + s.head_slots() * s.G; }
     template <class H>
     static bool heads_are_wide(const real* projected, const H& h, const NsaShape& s) {
-        bool wide = is_wide(s.D / 2, projected, h.q) && is_wide(s.projected());
-        for (int slot = s.full ? K_WIN : K_CMP; slot < HEAD_SLOTS; slot++) wide = wide && is_wide(s.D / 2, h.kv[slot]);
+        bool wide = is_wide(s.D / 2, projected, h.q) && is_wide(s.projected()) && is_wide(s.Dv() / 2);
+        for (int slot = s.first_slot(); slot < HEAD_SLOTS; slot++) wide = wide && is_wide(s.D / 2, h.kv[slot]);
         return wide;
     }
     template <class Pointers, class H>

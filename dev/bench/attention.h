@@ -146,7 +146,7 @@ struct AttentionSet {
         return phi_part(size_t(s.F) * s.l * s.D) + phi_part(size_t(s.F)) + phi_part(size_t(s.D) * s.F);
     }
     template <class T>
-    Cuda::PhiOf<T> phi_at(T* p, int which) const {
+    PhiOf<T> phi_at(T* p, int which) const {
         p += size_t(which) * phi_size();
         return {p, p + phi_part(size_t(s.F) * s.l * s.D),
                 p + phi_part(size_t(s.F) * s.l * s.D) + phi_part(size_t(s.F))};

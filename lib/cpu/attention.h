@@ -27,7 +27,7 @@ class TiledAttention {
   public:
     KeyReads* reads = nullptr;  // of decoding, counted where this is given
 
-    // out [B, H, queries, D] = softmax(q k^T / sqrt(D)) v over the branch's keys, lse [B, H, queries] = ln of the
+    // out [B, H, queries, Dv] = softmax(q k^T / sqrt(D)) v over the branch's keys, lse [B, H, queries] = ln of the
     // softmax's denominator. A query without a key: out 0, lse +infinity.
     void attention_forward(bool bf16, Branch branch, float* out, float* lse, const float* q, const float* k,
                            const float* v, const uint32_t* selection, const NsaShape& s);
@@ -40,7 +40,8 @@ class TiledAttention {
                            const float* q, const float* kc, const float* vc, const NsaShape& s);
     // out [B, G, NC, D] = phi(blocks of k [B, G, T, D]), hidden [B, G, NC, F] before the SiLU; the blocks that end
     // inside this call's positions. fc1's product over a block is the sum of its products over the block's l/d chunks
-    // of d tokens, so overlapping blocks are plain matrices with a row stride of d*D: nothing is copied.
+    // of d tokens, so overlapping blocks are plain matrices with a row stride of d*D: nothing is copied. Values come
+    // with s.of_values().
     void compress_forward(Gemm<float>& gemm, float* out, float* hidden, const float* k, const PhiOf<float>& phi,
                           const NsaShape& s) {
         const int D = s.D, F = s.F, begin = s.cmp_blocks(s.first), count = s.cmp_blocks(s.first + s.queries) - begin,
@@ -254,25 +255,25 @@ class TiledAttention {
     struct Tiles {
         const Element* data;
         size_t group_stride, tile_stride;
-        int count, padded;
+        int count, padded, D;       // D: of what they hold
         Element* packed = nullptr;  // data, if pack_tiles() has to write it
         const Element* operator()(size_t bg, int tile) const { return data + bg * group_stride + tile * tile_stride; }
     };
-    // The tiles of x [B, G, stride, D]. For products that sum over D they are [D / PER][padded], so that the scores of
-    // a row with all keys of a tile are vector operations; for products that sum over keys they are [padded / PER][D],
-    // where floats are read as they are.
+    // The tiles of x [B, G, stride, D], D that of the keys or of the values. For products that sum over D they are [D /
+    // PER][padded], so that the scores of a row with all keys of a tile are vector operations; for products that sum
+    // over keys they are [padded / PER][D], where floats are read as they are.
     enum SumOver { OVER_D, OVER_KEYS };
     template <class Element>
-    Tiles<Element> operand_tiles(int slot, Branch branch, const float* x, const NsaShape& s, SumOver sum_over) {
+    Tiles<Element> operand_tiles(int slot, Branch branch, const float* x, int D, const NsaShape& s, SumOver sum_over) {
         static_assert(sizeof(Element) == sizeof(float), "they share scratch memory");
         constexpr int per = PER<Element>;
-        const int D = s.D, width = tile_keys(branch, s), padded = whole_vectors(width), keys = s.key_count(branch),
+        const int width = tile_keys(branch, s), padded = whole_vectors(width), keys = s.key_count(branch),
                   count = (keys + width - 1) / width;
         const size_t group_stride = size_t(s.key_stride(branch)) * D, size = size_t(padded / per) * D;
         if constexpr (per == 1)
-            if (sum_over == OVER_KEYS) return {x, group_stride, size_t(width) * D, count, padded};
+            if (sum_over == OVER_KEYS) return {x, group_stride, size_t(width) * D, count, padded, D};
         Element* const data = reinterpret_cast<Element*>(scratch[slot].get(size * count * s.B * s.G));
-        return {data, size * count, size, count, padded, data};
+        return {data, size * count, size, count, padded, D, data};
     }
     // The threads of a parallel region share the work and do not wait for one another at the end.
     template <class Element>
@@ -280,7 +281,7 @@ class TiledAttention {
                            SumOver sum_over) {
         if (!tiles.packed) return;
         constexpr int per = PER<Element>;
-        const int D = s.D, width = tile_keys(branch, s), keys = s.key_count(branch), padded = tiles.padded;
+        const int D = tiles.D, width = tile_keys(branch, s), keys = s.key_count(branch), padded = tiles.padded;
         std::vector<Element> room(size_t(padded) * (D + 16));
 #pragma omp for collapse(2) schedule(static) nowait
         for (int bg = 0; bg < s.B * s.G; bg++)
@@ -310,8 +311,8 @@ class TiledAttention {
     // rows of neighbouring queries lie behind one another. row_of(bg, head of group, t) is where a row is read. The
     // threads share the work as in pack_tiles().
     template <class Element, class RowOf>
-    static void pack_query_rows(Element* rows, float scale, RowOf row_of, const NsaShape& s) {
-        const int D = s.D, h = s.heads_per_group(), width = D / PER<Element>;
+    static void pack_query_rows(Element* rows, int D, float scale, RowOf row_of, const NsaShape& s) {
+        const int h = s.heads_per_group(), width = D / PER<Element>;
         std::vector<float> row(D);
 #pragma omp for collapse(2) schedule(static) nowait
         for (int bg = 0; bg < s.B * s.G; bg++)
@@ -352,7 +353,7 @@ class TiledAttention {
               rows(row_count * s.D),
               scores(tile_size * std::max<size_t>(kept_tiles, 1)),
               p(kept_tiles ? tile_size : 0),
-              sums(rows.size()),
+              sums(row_count * s.Dv()),
               reference(row_count),
               total(row_count * LANES),
               q_room(rows.size()),
@@ -371,13 +372,13 @@ class TiledAttention {
     template <class Element>
     static void finish_softmax(const ForwardArrays& to, int bg, int t0, int count, const ForwardRoom<Element>& room,
                                const NsaShape& s) {
-        const int D = s.D, h = s.heads_per_group();
+        const int Dv = s.Dv(), h = s.heads_per_group();
         for (int r = 0; r < h * count; r++) {
             const size_t row = query_row(bg, r % h, t0 + r / h, s);
             float total = 0;
             for (int x = 0; x < LANES; x++) total += room.total[size_t(r) * LANES + x];
             const float inverse = total > 0 ? 1 / total : 0.0f;
-            for (int x = 0; x < D; x++) to.out[row * D + x] = room.sums[size_t(r) * D + x] * inverse;
+            for (int x = 0; x < Dv; x++) to.out[row * Dv + x] = room.sums[size_t(r) * Dv + x] * inverse;
             to.lse[row] = total > 0 ? room.reference[r] + std::log(total) : std::numeric_limits<float>::infinity();
         }
     }
@@ -457,8 +458,8 @@ class TiledAttention {
         // A step of the selected branch fetches a tile once for all its queries that chose it: the more blocks there
         // are, the fewer of them do.
         const int step = tile_queries(s) * (in.branch != SLC ? 1 : s.slc_blocks() > 8 * s.slc_count ? 8 : 4);
-        const Tiles<Element> kt = operand_tiles<Element>(0, in.branch, in.k, s, OVER_D),
-                             vs = operand_tiles<Element>(1, in.branch, in.v, s, OVER_KEYS);
+        const Tiles<Element> kt = operand_tiles<Element>(0, in.branch, in.k, s.D, s, OVER_D),
+                             vs = operand_tiles<Element>(1, in.branch, in.v, s.Dv(), s, OVER_KEYS);
 #pragma omp parallel
         {
             const AmxTiles registers(PER<Element> == 2);
@@ -508,7 +509,8 @@ class TiledAttention {
                             const Element* keys, int padded, const Element* values, const Branches& in) {
         const NsaShape& s = in.s;
         constexpr int per = PER<Element>;
-        const int D = s.D, h = s.heads_per_group(), existing = s.key_count(in.branch) - tile * tile_keys(in.branch, s);
+        const int D = s.D, Dv = s.Dv(), h = s.heads_per_group(),
+                  existing = s.key_count(in.branch) - tile * tile_keys(in.branch, s);
         const KeyRange columns = columns_of(in.branch, &room.tokens[j], end - j, tile, s);
         const int n_rows = h * (end - j), n = columns.end - columns.begin,
                   n_existing = std::min(columns.end, existing) - columns.begin;
@@ -519,11 +521,11 @@ class TiledAttention {
             for (int r = query * h; r < (query + 1) * h; r++) {
                 const size_t at = size_t(r - j * h) * padded;
                 softmax_step(p + at / per, scores + at, columns, visible, room.reference[r],
-                             &room.total[size_t(r) * LANES], &room.sums[size_t(r) * D], D);
+                             &room.total[size_t(r) * LANES], &room.sums[size_t(r) * Dv], Dv);
             }
         }
-        tile_matmul(n_rows, D, depth_of<Element>(n_existing), {p, size_t(padded) / per, 1},
-                    values + size_t(columns.begin) / per * D, D, &room.sums[size_t(j) * h * D], D, true);
+        tile_matmul(n_rows, Dv, depth_of<Element>(n_existing), {p, size_t(padded) / per, 1},
+                    values + size_t(columns.begin) / per * Dv, Dv, &room.sums[size_t(j) * h * Dv], Dv, true);
     }
     // One tile's part of the softmax of a row, from the scores of `columns`, which are hidden outside the visible
     // range: p = e^(score - reference), and total [LANES] gets their sum, whose lanes are added at the end. The
@@ -533,7 +535,7 @@ class TiledAttention {
     static constexpr float SLACK = 8;
     template <class Element>
     static void softmax_step(Element* p, float* scores, KeyRange columns, KeyRange visible, float& reference,
-                             float* total, float* sums, int D) {
+                             float* total, float* sums, int Dv) {
         const int n = columns.end - columns.begin;
         hide(scores, n, visible.begin - columns.begin, visible.end - columns.begin);
         float largest = -std::numeric_limits<float>::infinity();
@@ -542,7 +544,7 @@ class TiledAttention {
         if (largest > reference + SLACK) {  // before the first tile there is nothing to rescale, and e^-inf = 0
             const float rescale = exponential(reference - largest);
             for (int x = 0; x < LANES; x++) total[x] *= rescale;
-            for (int x = 0; x < D; x++) sums[x] *= rescale;
+            for (int x = 0; x < Dv; x++) sums[x] *= rescale;
             reference = largest;
         }
         const float shift = reference;  // a copy that no store below can change
@@ -574,7 +576,7 @@ class TiledAttention {
     struct TokenQueries {
         const int D, h, padded;  // padded: h in whole vectors
         AlignedVector<float> rows, by_key;
-        AlignedVector<Element> q, keys;  // q [D / PER][padded]
+        AlignedVector<Element> q, keys;  // q [D / PER][padded]; keys: a tile of them, or of values
         explicit TokenQueries(const NsaShape& s)
             : D(s.D),
               h(s.heads_per_group()),
@@ -582,7 +584,7 @@ class TiledAttention {
               rows(size_t(h) * D),
               by_key(size_t(std::max(TILE_KEYS, s.slc_block)) * padded),
               q(size_t(D) / PER<Element> * padded),
-              keys(size_t(std::max(TILE_KEYS, s.slc_block) + 1) * D) {}
+              keys(size_t(std::max(TILE_KEYS, s.slc_block) + 1) * std::max(D, s.Dv())) {}
         void load(const float* from, size_t bg, const NsaShape& s) {
             load_queries(rows.data(), from, bg, &s.first, 1, s);
             std::fill(q.begin(), q.end(), Element{});
@@ -624,10 +626,10 @@ class TiledAttention {
         for (int tile = tiles.begin; tile < tiles.end; tile++) {
             if (!sees(in.branch, t, tile, in.mask(bg, t), s)) continue;
             const KeyRange visible = visible_keys(in.branch, t, tile, s);
-            const size_t at = (size_t(bg) * s.key_stride(in.branch) + size_t(tile) * width + visible.begin) * s.D;
+            const size_t at = size_t(bg) * s.key_stride(in.branch) + size_t(tile) * width + visible.begin;
             float* const scores = room.scores.data() + (keep ? tile * room.tile_size : 0);
             decode_tile(room, scores, keep ? room.p.data() : scores, padded, queries, visible,
-                        columns_of(in.branch, &t, 1, tile, s), in.k + at, in.v + at, s.D);
+                        columns_of(in.branch, &t, 1, tile, s), in.k + at * s.D, in.v + at * s.Dv(), s.Dv());
             keys_read += visible.end - visible.begin;
         }
         finish_softmax(to, bg, t, 1, room, s);
@@ -638,17 +640,17 @@ class TiledAttention {
     template <class Element>
     static void decode_tile(ForwardRoom<Element>& room, float* scores, float* p, int padded,
                             TokenQueries<Element>& queries, KeyRange visible, KeyRange columns, const float* k,
-                            const float* v, int D) {
+                            const float* v, int Dv) {
         constexpr int per = PER<Element>;
         const int h = queries.h, count = visible.end - visible.begin, before = visible.begin - columns.begin,
                   pairs = (count + per - 1) / per;
         queries.score(scores + before, size_t(padded), k, count);
         for (size_t r = 0; r < size_t(h); r++)
             softmax_step(p + r * padded, scores + r * padded, columns, visible, room.reference[r],
-                         &room.total[size_t(r) * LANES], &room.sums[r * D], D);
+                         &room.total[size_t(r) * LANES], &room.sums[r * Dv], Dv);
         const Element* const weights = sum_over_columns(room.p_room.data(), p + before, size_t(padded), h, count);
-        tile_matmul(h, D, pairs, {weights, size_t(padded) / per, 1}, sum_over_rows(queries.keys.data(), v, D, count, D),
-                    D, room.sums.data(), D, true);
+        tile_matmul(h, Dv, pairs, {weights, size_t(padded) / per, 1},
+                    sum_over_rows(queries.keys.data(), v, Dv, count, Dv), Dv, room.sums.data(), Dv, true);
     }
 
     // -----------------------------------------------------------------------------------------------------------------
@@ -667,13 +669,13 @@ class TiledAttention {
         AlignedVector<Element> q, dout;
         AlignedVector<float> p, ds, dq;
         AlignedVector<Element> room, second_room;
-        BackwardRoom(size_t row_count, int padded, int D)
+        BackwardRoom(size_t row_count, int padded, int D, int Dv)
             : q(row_count * D / PER<Element>),
-              dout(q.size()),
+              dout(row_count * Dv / PER<Element>),
               p(row_count * padded),
               ds(row_count * padded),
               dq(row_count * D),
-              room((row_count + 1) * std::max(D, padded)),
+              room((row_count + 1) * std::max({D, Dv, padded})),
               second_room(room.size()) {}
     };
     // How far each tile of one (sequence, group) is: it has added to the sums of the queries below progress[tile].
@@ -688,14 +690,14 @@ class TiledAttention {
     template <class Element>
     void backward_pass(const Gradients& d, const Branches& in) {
         const NsaShape& s = in.s;
-        const int D = s.D, h = s.heads_per_group();
+        const int D = s.D, Dv = s.Dv(), h = s.heads_per_group();
         const auto query = [&](size_t bg, int i, int t) { return in.q + query_row(bg, i, t, s) * D; };
-        const auto gradient = [&](size_t bg, int i, int t) { return d.dout + s.output_row(bg * h + i, t) * D; };
-        const BackwardOperands<Element> x{operand_tiles<Element>(0, in.branch, in.k, s, OVER_D),
-                                          operand_tiles<Element>(1, in.branch, in.v, s, OVER_D),
-                                          operand_tiles<Element>(2, in.branch, in.k, s, OVER_KEYS),
+        const auto gradient = [&](size_t bg, int i, int t) { return d.dout + s.output_row(bg * h + i, t) * Dv; };
+        const BackwardOperands<Element> x{operand_tiles<Element>(0, in.branch, in.k, D, s, OVER_D),
+                                          operand_tiles<Element>(1, in.branch, in.v, Dv, s, OVER_D),
+                                          operand_tiles<Element>(2, in.branch, in.k, D, s, OVER_KEYS),
                                           reinterpret_cast<Element*>(scratch[3].get(s.query_rows() * D)),
-                                          reinterpret_cast<Element*>(scratch[4].get(s.query_rows() * D)),
+                                          reinterpret_cast<Element*>(scratch[4].get(s.query_rows() * Dv)),
                                           scratch[5].get(s.query_rows() * D)};
         const int count = x.k.count;
         std::vector<std::atomic<int>> progress(size_t(s.B) * s.G * count);
@@ -707,9 +709,9 @@ class TiledAttention {
             pack_tiles(x.k, in.branch, in.k, s, OVER_D);
             pack_tiles(x.v, in.branch, in.v, s, OVER_D);
             pack_tiles(x.k_by_keys, in.branch, in.k, s, OVER_KEYS);
-            pack_query_rows(x.q, float(s.scale()), query, s);
-            pack_query_rows(x.dout, 1, gradient, s);
-            BackwardRoom<Element> room(size_t(h) * tile_queries(s), x.k.padded, D);
+            pack_query_rows(x.q, D, float(s.scale()), query, s);
+            pack_query_rows(x.dout, Dv, 1, gradient, s);
+            BackwardRoom<Element> room(size_t(h) * tile_queries(s), x.k.padded, D, Dv);
 #pragma omp for schedule(static)
             for (size_t i = 0; i < s.query_rows() * D; i++) x.sums[i] = 0;
 #pragma omp for collapse(2) schedule(monotonic : dynamic, 1)
@@ -735,9 +737,9 @@ class TiledAttention {
                               const Branches& in) {
         const NsaShape& s = in.s;
         const int width = tile_keys(in.branch, s), n_keys = std::min(width, s.key_count(in.branch) - tile * width);
-        const size_t at = (size_t(bg) * s.key_stride(in.branch) + size_t(tile) * width) * s.D;
-        std::fill_n(d.dk + at, size_t(n_keys) * s.D, 0.0f);
-        std::fill_n(d.dv + at, size_t(n_keys) * s.D, 0.0f);
+        const size_t at = size_t(bg) * s.key_stride(in.branch) + size_t(tile) * width;
+        std::fill_n(d.dk + at * s.D, size_t(n_keys) * s.D, 0.0f);
+        std::fill_n(d.dv + at * s.Dv(), size_t(n_keys) * s.Dv(), 0.0f);
         const size_t most = size_t(tile_queries(s));
         for (size_t i = 0; i < list.size(); i += most) {
             const int* const tokens = &list[i];
@@ -751,16 +753,17 @@ class TiledAttention {
     }
     template <class Element>
     static void prefetch_query(int bg, int t, const BackwardOperands<Element>& x, const NsaShape& s) {
-        const size_t rows = size_t(s.heads_per_group()) * s.D, at = (size_t(bg) * s.T + t) * rows;
-        prefetch(x.q + at / PER<Element>, rows / PER<Element>);
-        prefetch(x.dout + at / PER<Element>, rows / PER<Element>);
-        prefetch(x.sums + at, rows);
+        const size_t at = size_t(bg) * s.T + t, rows = size_t(s.heads_per_group()) * s.D,
+                     v_rows = size_t(s.heads_per_group()) * s.Dv();
+        prefetch(x.q + at * rows / PER<Element>, rows / PER<Element>);
+        prefetch(x.dout + at * v_rows / PER<Element>, v_rows / PER<Element>);
+        prefetch(x.sums + at * rows, rows);
     }
     // The rows of a step's queries from row_operands: as they lie there, if the queries are neighbours, or copied.
     template <class Element>
-    static const Element* rows_of(Element* room, const Element* operands, int bg, const int* tokens, int count,
+    static const Element* rows_of(Element* room, const Element* operands, int D, int bg, const int* tokens, int count,
                                   const NsaShape& s) {
-        const size_t rows = size_t(s.heads_per_group()) * s.D / PER<Element>;
+        const size_t rows = size_t(s.heads_per_group()) * D / PER<Element>;
         const Element* const from = operands + size_t(bg) * s.T * rows;
         if (are_neighbours(tokens, count)) return from + tokens[0] * rows;
         for (int j = 0; j < count; j++) std::copy_n(from + tokens[j] * rows, rows, room + j * rows);
@@ -771,24 +774,25 @@ class TiledAttention {
 #pragma omp simd
         for (int i = 0; i < count; i++) to[i] += x[i];
     }
-    // Some queries with one tile, whose first key is at `at` of dk and dv.  P' = e^(S - lse_gated), dS = P' (dP - r)
+    // Some queries with one tile, whose first key is row `at` of dk and dv.  P' = e^(S - lse_gated), dS = P' (dP - r)
     template <class Element>
     static void backward_step(int bg, int n_keys, size_t at, const int* tokens, int count, const Turns& turns,
                               BackwardRoom<Element>& room, const BackwardOperands<Element>& x, const Gradients& d,
                               const Branches& in) {
         const NsaShape& s = in.s;
         constexpr int per = PER<Element>;
-        const int tile = turns.tile, D = s.D, h = s.heads_per_group(), n_rows = h * count, padded = x.k.padded;
+        const int tile = turns.tile, D = s.D, Dv = s.Dv(), h = s.heads_per_group(), n_rows = h * count,
+                  padded = x.k.padded;
         const KeyRange columns = columns_of(in.branch, tokens, count, tile, s);
         const int n = columns.end - columns.begin, n_existing = std::min(columns.end, n_keys) - columns.begin;
-        const size_t first = size_t(columns.begin) * D;
-        const Element* const q = rows_of(room.q.data(), x.q, bg, tokens, count, s);
-        const Element* const dout = rows_of(room.dout.data(), x.dout, bg, tokens, count, s);
+        const size_t first = at + columns.begin;  // key
+        const Element* const q = rows_of(room.q.data(), x.q, D, bg, tokens, count, s);
+        const Element* const dout = rows_of(room.dout.data(), x.dout, Dv, bg, tokens, count, s);
         // S = q k^T, dP = dout v^T
         float *const p = room.p.data(), *const ds = room.ds.data();
         tile_matmul(n_rows, n, D / per, {q, size_t(D) / per, 1}, x.k(bg, tile) + columns.begin, padded, p, padded,
                     false);
-        tile_matmul(n_rows, n, D / per, {dout, size_t(D) / per, 1}, x.v(bg, tile) + columns.begin, padded, ds, padded,
+        tile_matmul(n_rows, n, Dv / per, {dout, size_t(Dv) / per, 1}, x.v(bg, tile) + columns.begin, padded, ds, padded,
                     false);
         for (int j = 0; j < count; j++) {
             const KeyRange visible = visible_keys(in.branch, tokens[j], tile, s);
@@ -800,17 +804,18 @@ class TiledAttention {
         // dv += P'^T dout, dk += dS^T q / sqrt(D)
         const int depth = depth_of<Element>(n_rows);
         Element *const left = room.room.data(), *const right = room.second_room.data();
-        tile_matmul(n_existing, D, depth, {sum_over_rows(left, p, padded, n_rows, n), 1, size_t(padded)},
-                    sum_over_rows(right, dout, D, n_rows, D), D, d.dv + at + first, D, true);
+        tile_matmul(n_existing, Dv, depth, {sum_over_rows(left, p, padded, n_rows, n), 1, size_t(padded)},
+                    sum_over_rows(right, dout, Dv, n_rows, Dv), Dv, d.dv + first * Dv, Dv, true);
         tile_matmul(n_existing, D, depth, {sum_over_rows(left, ds, padded, n_rows, n), 1, size_t(padded)},
-                    sum_over_rows(right, q, D, n_rows, D), D, d.dk + at + first, D, true);
+                    sum_over_rows(right, q, D, n_rows, D), D, d.dk + first * D, D, true);
         // dq += dS k. Rows of queries that are no neighbours are added one query at a time.
         const Element* const ds_rows = sum_over_columns(left, ds, padded, n_rows, n);
         float* const sums = x.sums + (size_t(bg) * s.T + tokens[0]) * h * D;
         const bool in_place = are_neighbours(tokens, count);
         if (in_place) turns.wait_until_past(tokens[count - 1]);
         tile_matmul(n_rows, D, depth_of<Element>(n_existing), {ds_rows, size_t(padded) / per, 1},
-                    x.k_by_keys(bg, tile) + first / per, D, in_place ? sums : room.dq.data(), D, in_place);
+                    x.k_by_keys(bg, tile) + size_t(columns.begin) / per * D, D, in_place ? sums : room.dq.data(), D,
+                    in_place);
         if (!in_place) turns.wait_until_past(tokens[count - 1]);
         for (int j = 0; !in_place && j < count; j++)
             add_rows(sums + size_t(tokens[j] - tokens[0]) * h * D, &room.dq[size_t(j) * h * D], h * D);

@@ -17,7 +17,8 @@ struct AttentionKernel {
     const char* name;          // what --attention-kernel calls it
     int capability;            // of the GPU at least, 10 major + minor
     bool fp32;                 // PRECISION=FP32 has it too
-    unsigned head_dimensions;  // the sum of those that it is compiled for, powers of two; 0: it takes any
+    unsigned head_dimensions;  // the sum of those that it is compiled for, powers of two, of queries, keys and values
+                               // alike; 0: it takes any
     unsigned branches;         // bits; a row that lacks some takes the next row's kernels for them
     SelectedKernel selected;
     const char* words;    // how it computes the selected branch
@@ -32,15 +33,15 @@ constexpr AttentionKernel ATTENTION_KERNELS[] = {
 // clang-format on
 enum AttentionKernelRow { GATHERED_ROWS_KERNEL, TENSOR_CORES_KERNEL, PLAIN_KERNEL };
 
-// Whether a build, a GPU of this capability and heads of dimension D have the row's kernels. 0: any.
-constexpr bool has_attention_kernel(const AttentionKernel& row, bool fp32, int capability = 0, int D = 0) {
+// Whether a build, a GPU of this capability and heads of dimension D, values of Dv, have the row's kernels. 0: any.
+constexpr bool has_attention_kernel(const AttentionKernel& row, bool fp32, int capability = 0, int D = 0, int Dv = 0) {
     return (row.fp32 || !fp32) && (!capability || row.capability <= capability) &&
-           (!D || !row.head_dimensions || (row.head_dimensions & unsigned(D) && !(D & (D - 1))));
+           (!D || !row.head_dimensions || (row.head_dimensions & unsigned(D) && !(D & (D - 1)) && (!Dv || Dv == D)));
 }
-inline std::vector<std::string> attention_kernel_names(bool fp32, int capability = 0, int D = 0) {
+inline std::vector<std::string> attention_kernel_names(bool fp32, int capability = 0, int D = 0, int Dv = 0) {
     std::vector<std::string> names;
     for (const AttentionKernel& row : ATTENTION_KERNELS)
-        if (has_attention_kernel(row, fp32, capability, D)) names.push_back(row.name);
+        if (has_attention_kernel(row, fp32, capability, D, Dv)) names.push_back(row.name);
     return names;
 }
 // Null for "auto", and for a name that no row has.

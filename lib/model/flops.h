@@ -5,8 +5,8 @@
 #include "shape.h"
 
 // FLOPs that the model needs for one token in training, counted as model FLOPs utilisation counts them (PaLM, arXiv
-// 2204.02311, appendix B): 6 for each weight of a matrix and row that it multiplies, 12 D for each pair of a query and
-// a key. Work done twice, scores, norms and the update do not count.
+// 2204.02311, appendix B): 6 for each weight of a matrix and row that it multiplies, 6 (D + Dv) for each pair of a
+// query and a key. Work done twice, scores, norms and the update do not count.
 // s: one sequence; specs: the model's tensors, with name, size and columns.
 template <class Specs>
 double model_flops_per_token(const Specs& specs, const NsaShape& s, int64_t layers) {
@@ -20,6 +20,6 @@ double model_flops_per_token(const Specs& specs, const NsaShape& s, int64_t laye
     }
     for (int64_t i = 0; i < layers; i++)
         for (const Branch branch : {CMP, SLC, WIN})
-            if (s.has(branch)) flops += 12.0 * s.D * attention_pairs(branch, s.of_layer(size_t(i)));
+            if (s.has(branch)) flops += 6.0 * (s.D + s.Dv()) * attention_pairs(branch, s.of_layer(size_t(i)));
     return flops / s.T;
 }

@@ -35,7 +35,8 @@ struct NsaShape {
     int T = 0;  // tokens that the key and value buffers hold per sequence
     // A call computes positions first .. first+queries-1: (0, T) in training, (t, 1) when decoding.
     int first = 0, queries = 0;
-    int H = 0, G = 0, D = 0;  // query heads, key/value groups, head dimension
+    int H = 0, G = 0, D = 0;  // query heads, key/value groups, dimension of a query's and a key's head
+    int v_head_dim = 0;       // --v-head-dim: dimension of a value's head; 0: D
     int l = 0, d = 0;         // compression block and stride
     int slc_block = 0;        // l': tokens of a selection block
     int slc_count = 0;        // n: selected blocks per query and group
@@ -49,6 +50,14 @@ struct NsaShape {
     unsigned left_out = 0;    // --branches: bit b is set where branch b is left out, which is a gate of 0
 
     HOST_DEVICE int heads_per_group() const { return H / G; }
+    HOST_DEVICE int Dv() const { return v_head_dim ? v_head_dim : D; }
+    // The shape that compression sees of values: their heads are all there is.
+    NsaShape of_values() const {
+        NsaShape s = *this;
+        s.D = Dv();
+        s.v_head_dim = 0;
+        return s;
+    }
     double scale() const { return 1 / std::sqrt(double(D)); }
 
     // Branches. Outputs, gates and row statistics are arrays [branches(), ...]; a branch's share is at branch_slot().
@@ -72,17 +81,23 @@ struct NsaShape {
     // Columns of the fused input projection: q | the keys and values, by HeadSlot | gate logits | padding to 8 columns.
     HOST_DEVICE int first_slot() const { return full ? K_WIN : K_CMP; }
     int head_slots() const { return HEAD_SLOTS - first_slot(); }
+    HOST_DEVICE static bool holds_values(int slot) { return slot % 2; }
+    HOST_DEVICE int slot_dim(int slot) const { return holds_values(slot) ? Dv() : D; }
+    HOST_DEVICE int slot_column(int slot) const {
+        const int before = slot - first_slot();
+        return H * D + ((before + 1) / 2 * D + before / 2 * Dv()) * G;
+    }
     static int gate_logit(int head, int branch) { return BRANCHES * head + branch; }
     int gate_logits() const { return full ? 0 : BRANCHES * H; }
     int gate_columns() const { return (gate_logits() + 7) / 8 * 8; }
-    int projected() const { return H * D + head_slots() * G * D + gate_columns(); }
+    int projected() const { return slot_column(HEAD_SLOTS) + gate_columns(); }
 
     // Gains of --qk-norm, or their gradients, are [gain_rows(), D]: q's, then those of each branch's keys. gain_of():
-    // those of a slot; null where it holds values, which are the odd ones, and where there are no gains.
+    // those of a slot; null where it holds values, and where there are no gains.
     HOST_DEVICE int gain_rows() const { return 1 + branches(); }
     template <class T>
     HOST_DEVICE T* gain_of(T* gains, int slot) const {
-        return gains && slot % 2 == 0 ? gains + (1 + (slot - first_slot()) / 2) * D : nullptr;
+        return gains && !holds_values(slot) ? gains + (1 + (slot - first_slot()) / 2) * D : nullptr;
     }
 
     // Rows of the buffers. Those of q, of a branch's output and of an LSE are [B, H, queries], those of the combined
@@ -117,14 +132,14 @@ struct SmearOf {
     T *gate, *scale;  // [C]
 };
 
-// What a branch's attention reads: q [B, H, queries, D], keys and values [B, G, key_stride(), D], and in the selected
-// branch selection [B, G, queries, words].
+// What a branch's attention reads: q [B, H, queries, D], keys [B, G, key_stride(), D], values [B, G, key_stride(), Dv],
+// and in the selected branch selection [B, G, queries, words].
 template <class T>
 struct InputArrays {
     const T *q, *k, *v;
     const uint32_t* selection;
 };
-// And its backward pass besides: dq [B, H, queries, D] = or += with `add`, dk, dv =, from dout [B*queries, H*D] and
+// And its backward pass besides: dq [B, H, queries, D] = or += with `add`, dk, dv =, from dout [B*queries, H*Dv] and
 // what attention_backward_rows made of it, row_dot, lse_gated [B, H, queries].
 template <class T, class Stat>
 struct BackwardArrays {
@@ -146,10 +161,10 @@ struct KeyReads {
     }
 };
 
-// Pairs of a key and a query that a branch's mask allows, over all heads. Each costs 4*D FLOPs in the forward pass (two
-// products) and 8*D in the backward pass (dV, dP, dQ, dK; computing the scores a second time does not count). Counted,
-// not estimated, except that every selected block counts as full; a query that may choose has n of them, the last cut
-// by causality.
+// Pairs of a key and a query that a branch's mask allows, over all heads. Each costs 2*(D + Dv) FLOPs in the forward
+// pass (two products) and twice that in the backward pass (dV, dP, dQ, dK; computing the scores a second time does not
+// count). Counted, not estimated, except that every selected block counts as full; a query that may choose has n of
+// them, the last cut by causality.
 inline double attention_pairs(Branch branch, const NsaShape& s) {
     double pairs = 0;
     for (int t = s.first; t < s.first + s.queries; t++) {

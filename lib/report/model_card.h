@@ -52,6 +52,7 @@ static std::string rows_of_model(const Config& c, int64_t parameters) {
     text +=
         table_row("query heads, key-value groups, head dimension",
                   format_text("%lld, %lld, %lld", (long long)c.heads, (long long)c.kv_groups, (long long)c.head_dim));
+    if (c.v_head_dim) text += table_row("head dimension of the values", std::to_string(c.v_head_dim));
     text += table_row("attention",
                       c.full_every > 1 ? format_text("full in one layer of %lld, a window of %lld in the others",
                                                      (long long)c.full_every, (long long)c.window)

@@ -59,14 +59,15 @@ struct DecodeMeter {
         DecodeMeans m = {};
         if (tokens == 0) return m;
         const double places = double(tokens * layers * shape.B * shape.G),
-                     row = double(shape.G * shape.D) * sizeof(typename Dev::real) / 1024;  // KiB of a layer's keys
+                     number = double(shape.G) * sizeof(typename Dev::real) / 1024,  // KiB, in every group of a layer
+            pair = number * (shape.D + shape.Dv());                                 // of a key and its value
         for (int i = 0; i < BRANCHES; i++) m.all += m.keys[i] = reads.keys[i] / places;
         m.scored = reads.scored / places;
         m.formula = formula / double(tokens);
         m.full = full / double(tokens);
-        m.KiB = (2 * m.all + m.scored) * row;
-        m.formula_KiB = 2 * m.formula * row;
-        m.full_KiB = 2 * m.full * row;
+        m.KiB = m.all * pair + m.scored * number * shape.D;
+        m.formula_KiB = m.formula * pair;
+        m.full_KiB = m.full * pair;
         return m;
     }
 

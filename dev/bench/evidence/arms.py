@@ -143,14 +143,14 @@ def blocks_of(options):
 def flops_per_token(tensors, options):
     """As lib/model/flops.h counts them, without the branches that are left out."""
     tokens = int(options["seq-len"])
-    flops = 0
+    flops, D = 0, int(options["head-dim"])
+    Dv = int(options.get("v-head-dim", 0)) or D
     for name, shape in tensors.items():
         if len(shape) == 2 and is_used(name, branches_of(options)):
             rows = blocks_of(options) * int(options["kv-groups"]) if ".phi_" in name else tokens
             flops += 6 * size_of(shape) * rows
     for branch in branches_of(options):
-        flops += 12 * int(options["head-dim"]) * int(options["heads"]) * int(options["layers"]) * pairs(
-            branch, options, tokens)
+        flops += 6 * (D + Dv) * int(options["heads"]) * int(options["layers"]) * pairs(branch, options, tokens)
     return flops / tokens
 
 

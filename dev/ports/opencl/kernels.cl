@@ -20,6 +20,7 @@
 typedef struct {
     int B, T, first, queries, H, G, D, l, d, slc_block, slc_count, window, F, rope_base, qk_norm, full, full_every, near;
     uint left_out;
+    int v_head_dim;
 } Shape;
 enum { CMP, SLC, WIN, BRANCHES };
 

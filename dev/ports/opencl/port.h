@@ -132,6 +132,9 @@ class OpenCl {
     void start_profiler() {}
     void stop_profiler() {}
     void check_shape(const NsaShape& s) const {
+        if (s.Dv() != s.D)
+            fail_usage("--v-head-dim %d beside --head-dim %d: OpenCL's kernels take equal ones; use --device cpu",
+                       s.Dv(), s.D);
         if (s.D % 2 || size_t(s.D) > MAX_D)
             fail_usage("--head-dim %d: OpenCL's kernels take even ones up to %zu", s.D, MAX_D);
     }
@@ -340,12 +343,12 @@ class OpenCl {
         over(queries, "select_blocks", selection, chosen_importance, importance, s.slc_blocks(), s);
     }
     void combine_forward(float* out, In o, In gate, const NsaShape& s) {
-        over(s.query_rows() * s.D, "combine_forward", out, o, gate, s);
+        over(s.query_rows() * s.Dv(), "combine_forward", out, o, gate, s.of_values());
     }
     void attention_backward_rows(float* row_dot, float* lse_gated, float* dgate_logit, In dout, In o, In gate, In lse,
                                  const NsaShape& s) {
         over(s.branches() * s.query_rows(), "attention_backward_rows", row_dot, lse_gated, dgate_logit, dout, o, gate,
-             lse, s);
+             lse, s.of_values());
     }
     void attention_backward(Branch branch, const BackwardArrays<float, float>& d, const InputArrays<float>& in,
                             const NsaShape& s) {

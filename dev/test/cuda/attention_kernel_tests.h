@@ -674,6 +674,10 @@ TEST(attention_kernels_refuse) {
     s.D = 48;
     CHECK_FAILS(2, "head dimension of 48", forward(WIN, s));
     CHECK_FAILS(2, "head dimension of 48", select_blocks(nullptr, nullptr, none, none, nullptr, s, nullptr));
+    s = shape(64, 3), s.v_head_dim = 48;
+    CHECK_FAILS(2, "--v-head-dim 48 beside --head-dim 64: the attention on tensor cores has equal ones",
+                check_shape(s));
+    CHECK_FAILS(2, "--v-head-dim 48", forward(WIN, s));
     s = shape(64, 3), s.slc_block = 24;
     CHECK_FAILS(2, "selection blocks of 24 tokens", forward(SLC, s));
     s.slc_block = 96;
@@ -693,6 +697,7 @@ TEST(attention_kernels_refuse) {
     using Names = std::vector<std::string>;
     CHECK(attention_kernel_names(true) == Names({"plain"}) && attention_kernel_names(false, 75) == Names({"plain"}) &&
           attention_kernel_names(false, 90, 48) == Names({"plain"}) &&
+          attention_kernel_names(false, 90, 64, 48) == Names({"plain"}) &&
           attention_kernel_names(false, 90, 64) == Names({"gathered_rows", "tensor_cores", "plain"}));
     Cuda dev(0, TEST_WORKSPACE);
     dev.choose_attention("gathered_rows");

@@ -321,13 +321,15 @@ TEST_ON(ModelEngines, model_resumed_equals_uninterrupted, false) {  // checkpoin
     using Dev = typename E::Dev;
     for (const int level : {0, 1, 2}) {
         TempFolder folder;
-        Config c = engine_config(std::string("--batch 1 --recompute 0 ") + (level == 2 ? ALL_OPTIONS : ""));
+        const char* const options = level == 2 ? ALL_OPTIONS : level == 1 ? "--v-head-dim 8" : "";
+        Config c = engine_config(std::string("--batch 1 --recompute 0 ") + options);
+        if (!has_shape<E>(*E::open(), "model_resumed", shape_of(c, 1, c.seq_len))) c.v_head_dim = 0;
         c.out = folder.path, c.recompute = level, c.layers = 1, c.seq_len = 32, c.total_batch = 64, c.init = "standard";
         c.optimizer = level == 1 ? "muon" : "adamw";
         c.qk_norm = level != 2;
         const World world;
         const auto dev = E::open();
-        E::set_way(*dev, E::WAYS - 1);
+        E::set_way(*dev, c.v_head_dim ? 0 : E::WAYS - 1);
         const auto steps = [&](Model<Dev>& model, DataLoader& loader, int64_t first, int64_t last) {
             Activations<Dev> a(*dev, c, 1, c.seq_len, TRAINING);
             for (int64_t step = first; step <= last; step++) {
@@ -420,10 +422,10 @@ void check_causality(const Config& c, int way) {
     ModelRun<typename E::Dev> run(*dev, c, 1);
     run.model.initialise();
     const NsaShape& s = run.a.shape;
-    const size_t T = size_t(s.T), C = size_t(c.dim), words = size_t(s.selection_words()), row_values = T * size_t(s.D);
+    const size_t T = size_t(s.T), C = size_t(c.dim), words = size_t(s.selection_words()), Dv = size_t(s.Dv());
     struct Seen {
         std::vector<typename E::Real> normed;
-        std::vector<std::vector<typename E::Real>> outputs;  // by layer: [branches, B, H, T, D]
+        std::vector<std::vector<typename E::Real>> outputs;  // by layer: [branches, B, H, T, Dv]
         std::vector<std::vector<uint32_t>> selections;
     };
     const auto look = [&](const std::vector<int32_t>& tokens) {
@@ -435,7 +437,7 @@ void check_causality(const Config& c, int way) {
         forward(run.model, run.a, tokens.data(), 0, s.T);
         Seen seen{download(run.a.normed, T * C), {}, run.selections()};
         for (const auto& layer : run.a.layer)
-            seen.outputs.push_back(download(layer.o, size_t(s.branches()) * s.query_rows() * s.D));
+            seen.outputs.push_back(download(layer.o, size_t(s.branches()) * s.query_rows() * Dv));
         return seen;
     };
     const Seen before = look(run.inputs);
@@ -450,7 +452,7 @@ void check_causality(const Config& c, int way) {
         CHECK(!same_start(after.normed, before.normed, changed * C, C));  // and it does change itself
         for (size_t layer = 0; layer < after.outputs.size(); layer++) {
             for (size_t row = 0; row < size_t(s.branches() * s.H); row++)
-                CHECK(same_start(after.outputs[layer], before.outputs[layer], row * row_values, changed * size_t(s.D)));
+                CHECK(same_start(after.outputs[layer], before.outputs[layer], row * T * Dv, changed * Dv));
             for (size_t g = 0; !s.full && g < size_t(s.G); g++)
                 CHECK(same_start(after.selections[layer], before.selections[layer], g * T * words, changed * words));
         }
@@ -523,6 +525,20 @@ ENGINE_TEST(model_decoding_reads_what_the_formula_says) {
                              way);
         check_decoding_to<E>(70, std::string("--layers 1 --attention full ") + ALL_OPTIONS, way);
     }
+}
+
+// Values narrower than keys, and wider; by the plain kernels, since those on tensor cores take equal ones.
+TEST_ON(ModelEngines, model_values_of_another_dimension, false) {
+    for (const std::string& options : {std::string("--v-head-dim 8"), std::string("--v-head-dim 24 --attention full"),
+                                       std::string("--v-head-dim 24 ") + ALL_OPTIONS}) {
+        Config c = engine_config(options);
+        if (!has_shape<E>(*E::open(), "model_values_of_another_dimension", shape_of(c, 1, c.seq_len))) return;
+        check_model<E>(c, 0);
+        check_causality<E>(c, 0);
+        c.seq_len = 100;
+        check_decoding_of_model<E>(c, {37, 30, 1}, 0);
+    }
+    check_decoding_to<E>(100, "--layers 1 --cmp-block 8 --cmp-stride 4 --slc-count 4 --window 24 --v-head-dim 24", 0);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -509,15 +509,18 @@ TEST(model_flops_are_those_of_its_products) {
     for (const char* options :
          {"--model tiny --seq-len 150", "--model tiny --seq-len 150 --attention full", "--model 125m --seq-len 2048",
           "--model 125m --seq-len 2048 --attention full", "--model tiny --seq-len 150 --head untied --smear 1",
-          "--model tiny --seq-len 150 --attention full --layers 7 --full-every 3 --window 33"}) {
+          "--model tiny --seq-len 150 --attention full --layers 7 --full-every 3 --window 33",
+          "--model tiny --seq-len 150 --v-head-dim 20", "--model tiny --seq-len 150 --v-head-dim 48 --attention full"}) {
         const Config c = config_of(options);
         const bool nsa = c.attention == "nsa";
         const double T = double(c.seq_len), C = double(c.dim), H = double(c.heads), G = double(c.kv_groups),
-                     D = double(c.head_dim), F = double(c.phi_hidden), l = double(c.cmp_block);
+                     D = double(c.head_dim), Dv = double(c.v_head_dim ? c.v_head_dim : c.head_dim),
+                     F = double(c.phi_hidden), l = double(c.cmp_block);
         // of one token
-        double weights = C * (H * D + (nsa ? 6 : 2) * G * D + (nsa ? 3 * H : 0) + H * D + 2 * double(c.mlp_hidden)) *
-                             double(c.layers) +
-                         C * double(c.vocab_size);
+        double weights =
+            C * (H * D + (nsa ? 3 : 1) * G * (D + Dv) + (nsa ? 3 * H : 0) + H * Dv + 2 * double(c.mlp_hidden)) *
+                double(c.layers) +
+            C * double(c.vocab_size);
         double pairs = 0, blocks = 0;  // of one head, a layer's mean; compressed blocks of one group
         const double dense = double(c.layers / c.full_every) / double(c.layers);  // part of the layers
         for (int t = 0; t < c.seq_len; t++) {
@@ -532,8 +535,8 @@ TEST(model_flops_are_those_of_its_products) {
                     blocks += t == c.seq_len - 1 && key * c.cmp_stride + c.cmp_block - 1 <= t;
                 }
         }
-        const double phi = nsa ? 2 * G * blocks * (l * D * F + F * D) * double(c.layers) : 0;
-        const double expected = 6 * weights + (6 * phi + 12 * D * H * pairs * double(c.layers)) / T;
+        const double phi = nsa ? G * blocks * (l + 1) * (D + Dv) * F * double(c.layers) : 0;
+        const double expected = 6 * weights + (6 * phi + 6 * (D + Dv) * H * pairs * double(c.layers)) / T;
         CHECK_NEAR(model_flops_per_token(TensorTable(c).specs, shape_of(c, 1, c.seq_len), c.layers), expected,
                    1e-12 * expected);
     }

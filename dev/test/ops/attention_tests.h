@@ -20,6 +20,10 @@ inline NsaShape full(NsaShape s) {
     s.full = true;
     return s;
 }
+inline NsaShape with_values(NsaShape s, int Dv) {
+    s.v_head_dim = Dv;
+    return s;
+}
 inline NsaShape with_base(NsaShape s) {
     s.rope_base = 500;
     return s;
@@ -46,6 +50,9 @@ inline std::vector<NsaShape> attention_shapes(bool fast) {
         nsa_shape(1, 130, 1, 3, 40, 32, 16, 16, 4, 64),  // l > l'; D no multiple of 32
         nsa_shape(1, 130, 2, 2, 16, 16, 4, 20, 3, 7),    // l = 4 d
         nsa_shape(1, 270, 1, 2, 2, 8, 4, 4, 5, 300),     // 68 selection blocks: three words; w > T
+        with_values(nsa_shape(2, 70, 2, 3, 24, 8, 4, 16, 3, 33), 16),
+        with_values(nsa_shape(1, 67, 2, 2, 8, 8, 4, 16, 3, 20), 72),     // more than keys have, and than a warp's lanes
+        with_values(nsa_shape(1, 65, 1, 3, 192, 8, 4, 16, 3, 33), 128),  // the paper's
     };
     if (fast)
         for (const NsaShape& s :
@@ -87,6 +94,7 @@ void check_split_heads(typename E::Dev& dev, const NsaShape& s) {
     Random random(70);
     const int P = s.projected(), D = s.D, first_slot = s.full ? K_WIN : K_CMP;
     Values projected = E::random_reals(random, size_t(s.B) * s.queries * P);
+    const auto width_of = [&](int slot) { return size_t(slot >= 0 && slot % 2 ? s.Dv() : D); };
     const auto turned_in = [](int slot) { return slot == K_SLC || slot == K_WIN; };
     const Values gains = E::random_reals(random, s.qk_norm ? size_t(s.full ? 2 : 4) * D : 0),
                  dgains = E::random_values(random, gains.size());
@@ -97,12 +105,13 @@ void check_split_heads(typename E::Dev& dev, const NsaShape& s) {
         const int gain = slot < 0 ? gain_row(first_slot - 2) : gain_row(slot);
         const bool turned = slot < 0 || turned_in(slot);
         const Nums x =
-            gain < 0 ? oracle::numbers(row, size_t(D)) : oracle::rmsnorm(row, &gains[size_t(gain) * D], D).out;
+            gain < 0 ? oracle::numbers(row, width_of(slot)) : oracle::rmsnorm(row, &gains[size_t(gain) * D], D).out;
         if (!turned) return gain < 0 ? x : E::stored(x);
         return E::stored(oracle::rope(x.data(), position, D, +1, s.rope_base));
     };
     Nums q(s.query_rows() * D), gate(s.full ? 0 : 3 * s.query_rows());
-    std::vector<Nums> kv(6, Nums(s.key_rows() * D));
+    std::vector<Nums> kv;
+    for (int slot = 0; slot < 6; slot++) kv.emplace_back(s.key_rows() * width_of(slot));
     for (int b = 0; b < s.B; b++)
         for (int j = 0; j < s.queries; j++) {
             auto* row = &projected[(size_t(b) * s.queries + j) * P];
@@ -111,10 +120,10 @@ void check_split_heads(typename E::Dev& dev, const NsaShape& s) {
                 std::copy(turned.begin(), turned.end(), &q[((size_t(b) * s.H + head) * s.queries + j) * D]);
             }
             for (int slot = first_slot; slot <= V_WIN; slot++)
-                for (int g = 0; g < s.G; g++, row += D) {
+                for (int g = 0; g < s.G; g++, row += width_of(slot)) {
                     const Nums values = placed(row, slot, s.first + j);
                     std::copy(values.begin(), values.end(),
-                              &kv[size_t(slot)][((size_t(b) * s.G + g) * s.T + s.first + j) * D]);
+                              &kv[size_t(slot)][((size_t(b) * s.G + g) * s.T + s.first + j) * width_of(slot)]);
                 }
             if (s.full) continue;
             if (j == 0) row[0] = 1000;
@@ -127,7 +136,7 @@ void check_split_heads(typename E::Dev& dev, const NsaShape& s) {
         HeadArrays<E> heads;
         for (size_t slot = 0; slot < 6; slot++) {
             const bool unused = int(slot) < first_slot;
-            if (from.empty()) heads.kv.push_back(std::make_unique<Reals<E>>(dev, unused ? 0 : s.key_rows() * D));
+            if (from.empty()) heads.kv.push_back(std::make_unique<Reals<E>>(dev, unused ? 0 : kv[slot].size()));
             else heads.kv.push_back(std::make_unique<Reals<E>>(dev, unused ? Values() : from[slot]));
         }
         return heads;
@@ -140,12 +149,12 @@ void check_split_heads(typename E::Dev& dev, const NsaShape& s) {
         dev.split_heads_forward(heads.template pointers<typename E::Dev::Heads>(q_out.data, gate_out.data), in,
                                 s.qk_norm ? gain.data : nullptr, s);
         std::vector<Values> all = {q_out.host(), gate_out.host()};
-        const long outside = long(s.B) * s.G * (s.T - s.queries) * D;  // positions of other calls
         for (int slot = first_slot; slot <= V_WIN; slot++) {
-            CHECK_EQUAL(heads.kv[size_t(slot)]->unwritten(), outside);
+            const long outside = long(s.B) * s.G * (s.T - s.queries);  // positions of other calls
+            CHECK_EQUAL(heads.kv[size_t(slot)]->unwritten(), outside * long(width_of(slot)));
             all.push_back(heads.kv[size_t(slot)]->host());
             for (size_t i = 0; i < all.back().size(); i++)
-                if (const int t = int(i / D % s.T); t < s.first || t >= s.first + s.queries)
+                if (const int t = int(i / width_of(slot) % s.T); t < s.first || t >= s.first + s.queries)
                     all.back()[i] = 0;  // as in the oracle's array
         }
         return all;
@@ -153,13 +162,13 @@ void check_split_heads(typename E::Dev& dev, const NsaShape& s) {
     CHECK_ARRAY(outputs[0], q, s.B, s.H, s.queries, D);
     CHECK_ARRAY(outputs[1], gate, 3, s.B, s.H, s.queries);
     for (size_t i = 2; i < outputs.size(); i++)
-        CHECK_ARRAY(outputs[i], kv[size_t(first_slot) + i - 2], s.B, s.G, s.T, D);
+        CHECK_ARRAY(outputs[i], kv[size_t(first_slot) + i - 2], s.B, s.G, s.T, int(width_of(first_slot + int(i) - 2)));
     if (s.queries != s.T) return;
 
     // Backward: each gradient goes to the columns its head came from, turned back.
     const Values dq = E::random_values(random, q.size()), dgate = E::random_values(random, gate.size());
     std::vector<Values> dkv;
-    for (int slot = 0; slot < 6; slot++) dkv.push_back(E::random_reals(random, s.key_rows() * D));
+    for (int slot = 0; slot < 6; slot++) dkv.push_back(E::random_reals(random, kv[size_t(slot)].size()));
     const auto gradients = in_every_order<E>([&]() -> std::vector<Values> {
         Stats<E> q_in(dev, dq), gate_in(dev, dgate);
         HeadArrays<E> heads = make_kv(dkv);
@@ -179,7 +188,7 @@ void check_split_heads(typename E::Dev& dev, const NsaShape& s) {
     const auto append = [&](const typename E::Value* d, const typename E::Value* x, int slot, int t) {
         const int row = slot < 0 ? gain_row(first_slot - 2) : gain_row(slot);
         const bool turned = slot < 0 || turned_in(slot);
-        Nums values = turned ? oracle::rope(d, t, D, -1, s.rope_base) : oracle::numbers(d, size_t(D));
+        Nums values = turned ? oracle::rope(d, t, D, -1, s.rope_base) : oracle::numbers(d, width_of(slot));
         if (row >= 0) {
             const auto* gain = &gains[size_t(row) * D];
             const Num rstd = oracle::rmsnorm(x, gain, D).rstd;
@@ -195,8 +204,8 @@ void check_split_heads(typename E::Dev& dev, const NsaShape& s) {
             for (int head = 0; head < s.H; head++, x += D)
                 append(&dq[((size_t(b) * s.H + head) * s.T + t) * D], x, -1, t);
             for (int slot = first_slot; slot <= V_WIN; slot++)
-                for (int g = 0; g < s.G; g++, x += D)
-                    append(&dkv[size_t(slot)][((size_t(b) * s.G + g) * s.T + t) * D], x, slot, t);
+                for (int g = 0; g < s.G; g++, x += width_of(slot))
+                    append(&dkv[size_t(slot)][((size_t(b) * s.G + g) * s.T + t) * width_of(slot)], x, slot, t);
             for (int i = 0; i < s.gate_columns(); i++)
                 expected.push_back(
                     i < 3 * s.H ? E::stored(Num(dgate[((size_t(i % 3) * s.B + b) * s.H + i / 3) * s.T + t])) : Num(0));
@@ -210,7 +219,10 @@ ENGINE_TEST(split_heads) {
              {nsa_shape(2, 33, 2, 3, 16, 8, 4, 16, 3, 9), nsa_shape(1, 70, 1, 1, 64, 8, 4, 16, 3, 9),
               nsa_shape(1, 513, 1, 2, 2, 8, 4, 16, 3, 9), nsa_shape(1, 5, 2, 4, 32, 8, 4, 16, 3, 9),
               nsa_shape(1, 7, 3, 5, 6, 8, 4, 16, 3, 9), nsa_shape(2, 5, 1, 3, 58, 8, 4, 16, 3, 9),
-              nsa_shape(2, 40, 1, 1, 16, 8, 4, 16, 3, 9), with_base(nsa_shape(2, 40, 1, 1, 16, 8, 4, 16, 3, 9))}))
+              with_values(nsa_shape(2, 9, 2, 3, 48, 8, 4, 16, 3, 9), 32),
+              with_values(nsa_shape(1, 9, 2, 2, 16, 8, 4, 16, 3, 9), 80),
+              with_values(nsa_shape(1, 9, 2, 2, 16, 8, 4, 16, 3, 9), 10), nsa_shape(2, 40, 1, 1, 16, 8, 4, 16, 3, 9),
+              with_base(nsa_shape(2, 40, 1, 1, 16, 8, 4, 16, 3, 9))}))
         for (NsaShape shape : {s, full(s)})
             for (shape.qk_norm = 0; shape.qk_norm < 2; shape.qk_norm++)
                 if (has_shape<E>(*dev, "split_heads", shape)) check_split_heads<E>(*dev, shape);
@@ -364,7 +376,7 @@ void select_alone(Dev& dev, uint32_t* selection, Stat* share, const real* q, con
     if constexpr (SelectsAlone<Dev>::value) {
         dev.select_blocks(selection, share, q, kc, lse, s);
     } else {
-        real* const out = dev.template allocate<real>(s.query_rows() * s.D);
+        real* const out = dev.template allocate<real>(s.query_rows() * s.Dv());
         Stat* const again = dev.template allocate<Stat>(s.query_rows());
         dev.attend_and_select(out, again, selection, share, q, kc, vc, s);
         dev.release(out);
@@ -415,8 +427,8 @@ void check_selection(const uint32_t* found, const real* share, const real* q, co
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The attention branches and the gated sum. o [branches, B, H, queries, D], gate and lse [branches, B, H, queries], out
-// and dout [B, queries, H, D]; full attention has one branch, whose gate is 1.
+// The attention branches and the gated sum. o [branches, B, H, queries, Dv], gate and lse [branches, B, H, queries],
+// out and dout [B, queries, H, Dv]; full attention has one branch, whose gate is 1.
 
 // Calls visit(row of [branches, B, H, queries], row of [B, queries, H]).
 template <class Visit>
@@ -428,10 +440,11 @@ void for_branch_rows(const NsaShape& s, Visit visit) {
 }
 template <class E>
 typename E::Nums expected_gated_sum(const typename E::Values& o, const typename E::Values& gate, const NsaShape& s) {
-    std::vector<typename E::Sum> sums(s.query_rows() * s.D);
+    const int Dv = s.Dv();
+    std::vector<typename E::Sum> sums(s.query_rows() * Dv);
     for_branch_rows(s, [&](size_t row, size_t by_token) {
-        for (int x = 0; x < s.D; x++)
-            sums[by_token * s.D + x].add(typename E::Num(s.full ? 1 : gate[row]) * typename E::Num(o[row * s.D + x]));
+        for (int x = 0; x < Dv; x++)
+            sums[by_token * Dv + x].add(typename E::Num(s.full ? 1 : gate[row]) * typename E::Num(o[row * Dv + x]));
     });
     return E::stored(oracle::numbers(sums));
 }
@@ -458,7 +471,7 @@ RowTerms<E> check_sum_and_rows(typename E::Dev& dev, const typename E::Values& d
     typename E::Nums expected_dot, expected_gated, expected_dz;
     for_branch_rows(s, [&](size_t row, size_t by_token) {
         typename E::Sum dot;
-        for (int x = 0; x < s.D; x++) dot.add(Num(dout[by_token * s.D + x]) * Num(o[row * s.D + x]));
+        for (int x = 0, Dv = s.Dv(); x < Dv; x++) dot.add(Num(dout[by_token * Dv + x]) * Num(o[row * Dv + x]));
         const Num g(s.full ? 1 : gate[row]), shift(lse[row]);
         expected_dot.push_back(dot);
         expected_gated.push_back(std::isinf(shift.value) ? shift : shift - log(g));
@@ -467,7 +480,7 @@ RowTerms<E> check_sum_and_rows(typename E::Dev& dev, const typename E::Values& d
     CHECK_ARRAY(found[0], expected_dot);
     CHECK_ARRAY(found[1], expected_gated);
     CHECK_ARRAY(found[2], expected_dz);
-    CHECK_ARRAY(found[3], expected_gated_sum<E>(o, gate, s), s.B, s.queries, s.H, s.D);
+    CHECK_ARRAY(found[3], expected_gated_sum<E>(o, gate, s), s.B, s.queries, s.H, s.Dv());
     return {found[0], found[1]};
 }
 template <class E>
@@ -478,12 +491,12 @@ typename E::Values random_gates(Random& random, size_t count, bool extreme = fal
         for (size_t i = 0; i < count; i += 3) gate[i] = typename E::Value(i % 2 ? 1 : std::exp(-87.0));
     return gate;
 }
-// Head dimensions that whole attention may not have, odd ones too, and more than lanes take at once.
+// Dimensions of values that whole attention may not have, odd ones too, and more than lanes take at once.
 ENGINE_TEST(gated_sum_and_row_terms) {
     const auto dev = E::open();
     for (const int D : {1, 3, 37, 63, 64, 128, 296, 320})
         for (const bool is_full : {false, true}) {
-            NsaShape s = part_of(nsa_shape(2, 17, 2, 3, D, 8, 4, 16, 3, 9), 4, 13);
+            NsaShape s = part_of(with_values(nsa_shape(2, 17, 2, 3, 16, 8, 4, 16, 3, 9), D), 4, 13);
             s.full = is_full;
             const ShapeReport report(s, E::name);
             Random random(97);
@@ -508,11 +521,11 @@ struct AttentionInputs {
     AttentionInputs(const AttentionSetup& x, Random& random) {
         const NsaShape& s = x.s;
         q = E::random_reals(random, s.query_rows() * s.D, x.score_scale);
-        dout = E::random_reals(random, q.size());
+        dout = E::random_reals(random, s.query_rows() * s.Dv());
         gate = random_gates<E>(random, 3 * s.query_rows(), x.extreme_gates);
         for (Branch branch : {CMP, SLC, WIN}) {
-            const size_t count = s.has(branch) ? size_t(s.B) * s.G * oracle::key_rows(branch, s) * s.D : 0;
-            k.push_back(E::random_reals(random, count)), v.push_back(E::random_reals(random, count));
+            const size_t count = s.has(branch) ? size_t(s.B) * s.G * oracle::key_rows(branch, s) : 0;
+            k.push_back(E::random_reals(random, count * s.D)), v.push_back(E::random_reals(random, count * s.Dv()));
         }
     }
 };
@@ -526,7 +539,7 @@ template <class E>
 AttentionOutputs<E> run_attention(typename E::Dev& dev, const AttentionInputs<E>& in, const AttentionSetup& x) {
     using Values = typename E::Values;
     const NsaShape& s = x.s;
-    const size_t rows = s.query_rows(), values = rows * s.D, tokens = size_t(s.B) * s.G * s.queries,
+    const size_t rows = s.query_rows(), values = rows * s.Dv(), tokens = size_t(s.B) * s.G * s.queries,
                  words = s.full ? 0 : tokens * oracle::selection_words(s);
     std::vector<uint32_t> masks, masks_alone;
     const auto outputs = in_every_order<E>([&]() -> std::vector<Values> {
@@ -576,7 +589,7 @@ void check_attention(typename E::Dev& dev, const AttentionSetup& x) {
     const ShapeReport report(s, E::name);
     Random random(90);
     const AttentionInputs<E> in(x, random);
-    const size_t rows = s.query_rows(), values = rows * s.D;
+    const size_t rows = s.query_rows(), values = rows * s.Dv(), elements = rows * s.D;
     const auto numbers = [](const Values& all) { return Nums(all.begin(), all.end()); };
     const auto part = [&](const Values& all, Branch branch, size_t count) {
         const auto from = all.begin() + ptrdiff_t(size_t(s.branch_slot(branch)) * count);
@@ -586,20 +599,20 @@ void check_attention(typename E::Dev& dev, const AttentionSetup& x) {
     for (Branch branch : branches_of(s)) {
         const auto expected = oracle::attention<typename E::Value>(
             branch, numbers(in.q), numbers(in.k[branch]), numbers(in.v[branch]), found.masks.data(), s, x.bf16);
-        CHECK_ARRAY(part(found.o, branch, values), E::stored(expected.out), s.B, s.H, s.queries, s.D);
+        CHECK_ARRAY(part(found.o, branch, values), E::stored(expected.out), s.B, s.H, s.queries, s.Dv());
         CHECK_ARRAY(part(found.lse, branch, rows), expected.lse, s.B, s.H, s.queries);
     }
     // From the outputs as they were stored.
     const RowTerms<E> terms = check_sum_and_rows<E>(dev, in.dout, found.o, in.gate, found.lse, s);
     if (s.queries != s.T) return;
 
-    const Values dq = E::random_values(random, values);  // the operation adds to it
+    const Values dq = E::random_values(random, elements);  // the operation adds to it
     for (Branch branch : branches_of(s)) {
         const Values row_dot = part(terms.row_dot, branch, rows), lse_gated = part(terms.lse_gated, branch, rows);
         const auto gradients = in_every_order<E>([&]() -> std::vector<Values> {
             const Reals<E> q(dev, in.q), k(dev, in.k[branch]), v(dev, in.v[branch]), d(dev, in.dout);
             Reals<E> dk(dev, in.k[branch].size()), dv(dev, in.v[branch].size());
-            Stats<E> added(dev, dq), written(dev, values), dots(dev, row_dot), gated(dev, lse_gated);
+            Stats<E> added(dev, dq), written(dev, elements), dots(dev, row_dot), gated(dev, lse_gated);
             const Array<E, uint32_t> selection(dev, found.masks);
             for (const bool add : {true, false})
                 dev.attention_backward(branch, {add ? added.data : written.data, add, dk, dv, d, dots, gated},
@@ -611,9 +624,9 @@ void check_attention(typename E::Dev& dev, const AttentionSetup& x) {
             numbers(lse_gated), found.masks.data(), s, x.bf16);
         const int key_rows = oracle::key_rows(branch, s);
         CHECK_ARRAY(gradients[1], E::stored(oracle::numbers(expected.dk)), s.B, s.G, key_rows, s.D);
-        CHECK_ARRAY(gradients[2], E::stored(oracle::numbers(expected.dv)), s.B, s.G, key_rows, s.D);
+        CHECK_ARRAY(gradients[2], E::stored(oracle::numbers(expected.dv)), s.B, s.G, key_rows, s.Dv());
         CHECK_ARRAY(gradients[3], oracle::numbers(expected.dq), s.B, s.H, s.T, s.D);
-        for (size_t i = 0; i < values; i++) {
+        for (size_t i = 0; i < elements; i++) {
             expected.dq[i].add(dq[i]);
             if (E::ADDS_TERM_BY_TERM)
                 expected.dq[i].error += oracle::gamma<typename E::Value>(key_rows + 1) * std::fabs(double(dq[i]));
@@ -639,7 +652,8 @@ ENGINE_TEST(attention) {
 inline std::vector<AttentionSetup> attention_parts(bool fast) {
     std::vector<AttentionSetup> table;
     std::vector<NsaShape> shapes = {nsa_shape(2, 65, 1, 3, 16, 8, 4, 16, 3, 33),
-                                    nsa_shape(1, 130, 2, 2, 8, 16, 4, 20, 4, 7)};
+                                    nsa_shape(1, 130, 2, 2, 8, 16, 4, 20, 4, 7),
+                                    with_values(nsa_shape(1, 70, 2, 2, 16, 8, 4, 16, 3, 20), 24)};
     if (fast) shapes = attention_shapes(true);
     for (const NsaShape& s : with_parts(shapes))
         if (s.queries < s.T && (s.first > 0 || s.T <= 130))
@@ -650,7 +664,8 @@ ENGINE_TEST(attention_in_parts) { check_attention_table<E>("attention_in_parts",
 inline std::vector<AttentionSetup> full_attention() {
     std::vector<AttentionSetup> table;  // over all tokens, whatever the window
     for (const NsaShape& s : {nsa_shape(2, 1, 1, 2, 16, 8, 4, 16, 3, 1), nsa_shape(1, 65, 2, 3, 16, 8, 4, 16, 3, 2),
-                              nsa_shape(2, 70, 2, 3, 16, 8, 4, 16, 3, 5), nsa_shape(1, 130, 1, 2, 2, 8, 4, 16, 3, 2)})
+                              nsa_shape(2, 70, 2, 3, 16, 8, 4, 16, 3, 5), nsa_shape(1, 130, 1, 2, 2, 8, 4, 16, 3, 2),
+                              with_values(nsa_shape(2, 70, 2, 3, 16, 8, 4, 16, 3, 5), 24)})
         table.push_back({full(s)});
     return table;
 }

@@ -72,8 +72,8 @@ def rope(x, angles):
 
 
 def attend(q, k, v, visible):
-    """Softmax attention. q [B, G, h, N, D], k and v [B, G, S, D], visible [B or 1, G or 1, N, S] -> outputs
-    [B, G, h, N, D] and weights [B, G, h, N, S]. A query that sees no key has weights 0 and output 0."""
+    """Softmax attention. q [B, G, h, N, D], k [B, G, S, D], v [B, G, S, Dv], visible [B or 1, G or 1, N, S] -> outputs
+    [B, G, h, N, Dv] and weights [B, G, h, N, S]. A query that sees no key has weights 0 and output 0."""
     visible = visible[:, :, None]
     scores = (q @ k[:, :, None].transpose(-1, -2)).float() / math.sqrt(q.shape[-1])
     scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
@@ -126,12 +126,12 @@ class NsaVector(nn.Module):
 class NsaPhi(nn.Module):
     """Step 3, Eq. (7): a block of l rows becomes one, their mean plus a small MLP of all of them."""
 
-    def __init__(self, c):
+    def __init__(self, c, width):
         super().__init__()
-        self.fc1 = nn.Linear(c.cmp_block * c.head_dim, c.phi_hidden)
-        self.fc2 = nn.Linear(c.phi_hidden, c.head_dim, bias=False)
+        self.fc1 = nn.Linear(c.cmp_block * width, c.phi_hidden)
+        self.fc2 = nn.Linear(c.phi_hidden, width, bias=False)
 
-    def forward(self, blocks):  # [B, G, blocks, l, D] -> [B, G, blocks, D]
+    def forward(self, blocks):  # [B, G, blocks, l, width] -> [B, G, blocks, width]
         return blocks.mean(-2) + self.fc2(F.silu(self.fc1(blocks.flatten(-2))))
 
 
@@ -147,21 +147,23 @@ class NsaAttention(nn.Module):
                 setattr(self, name + "_norm", NsaRMSNorm(c.head_dim, c.norm_eps))
         for branch in self.branches:
             setattr(self, f"k_{branch}_proj", nn.Linear(c.dim, c.kv_groups * c.head_dim, bias=False))
-            setattr(self, f"v_{branch}_proj", nn.Linear(c.dim, c.kv_groups * c.head_dim, bias=False))
+            setattr(self, f"v_{branch}_proj", nn.Linear(c.dim, c.kv_groups * c.v_head_dim, bias=False))
         if c.attention == "nsa":
             self.gate_proj = nn.Linear(c.dim, 3 * c.heads, bias=False)
-            self.phi_k, self.phi_v = NsaPhi(c), NsaPhi(c)
-        self.o_proj = nn.Linear(c.heads * c.head_dim, c.dim, bias=False)
+            self.phi_k, self.phi_v = NsaPhi(c, c.head_dim), NsaPhi(c, c.v_head_dim)
+        self.o_proj = nn.Linear(c.heads * c.v_head_dim, c.dim, bias=False)
 
     def project(self, name, x):
-        """Steps 1 and 2: queries, keys or values [B, G, heads of a group, N, D]. Head a of group g is head g*h + a."""
+        """Steps 1 and 2: queries and keys [B, G, heads of a group, N, D], or values, of Dv. Head a of group g is head
+        g*h + a."""
         B, N, _ = x.shape
-        heads = getattr(self, name + "_proj")(x).view(B, N, self.config.kv_groups, -1, self.config.head_dim)
+        width = self.config.v_head_dim if name[0] == "v" else self.config.head_dim
+        heads = getattr(self, name + "_proj")(x).view(B, N, self.config.kv_groups, -1, width)
         norm = getattr(self, name + "_norm", None)
         return (norm(heads) if norm else heads).permute(0, 2, 3, 1, 4)
 
     def compress(self, name, x, phi, cache, angles):
-        """All compressed keys (rotated by the angles of the new blocks) or values so far, [B, G, NC, D]."""
+        """All compressed keys (rotated by the angles of the new blocks) or values so far, [B, G, NC, D or Dv]."""
         c = self.config
         rows = cache.append(self.layer, name[0] + "_rows", self.project(name, x)[:, :, 0])
         new = compressed_blocks(rows.shape[2], c)
@@ -196,7 +198,7 @@ class NsaAttention(nn.Module):
                 outputs.append(self.three_branches(*args, gate[:, :, :, begin:end]))
             else:
                 outputs.append(self.dense(*args))
-        out = torch.cat(outputs, dim=3).permute(0, 3, 1, 2, 4)  # [B, N, G, h, D]
+        out = torch.cat(outputs, dim=3).permute(0, 3, 1, 2, 4)  # [B, N, G, h, Dv]
         return self.o_proj(out.reshape(B, N, -1))
 
     def dense(self, q, keys, values, t, S):
