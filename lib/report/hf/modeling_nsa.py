@@ -2,7 +2,8 @@
 
 `./train_nsa export` writes this file. It computes what train_nsa's dev/MODEL.md specifies, with the same names; "step"
 and "Eq." are numbers there and in the paper. Shapes: B sequences, N new tokens, S tokens so far (those of the cache
-and the new ones), C width, G groups of h heads, D head dimension, NC compressed blocks, l, d, l', n, w as in NsaConfig.
+and the new ones), C width, G groups of h heads, D and Dv head dimensions, NC compressed blocks, l, d, l', n, w as in
+NsaConfig.
 """
 
 import math
@@ -38,8 +39,8 @@ class NsaCache:
     def __init__(self, layers):
         self.tokens = 0
         self.last = None  # the embedding of the last token [B, 1, C], for the smear
-        # Per layer, by name: k_win, v_win, k_slc, v_slc [B, G, S, D], compressed k_cmp, v_cmp [B, G, NC, D], and the
-        # rows from which the next compressed block will be made, k_rows, v_rows [B, G, fewer than l, D].
+        # Per layer, by name: k_win, v_win, k_slc, v_slc [B, G, S, D or Dv], compressed k_cmp, v_cmp [B, G, NC, the
+        # same], and the rows that the next compressed block will be made of, k_rows, v_rows [B, G, below l, the same].
         self.layers = [{} for _ in range(layers)]
 
     def get_seq_length(self, layer=0):
