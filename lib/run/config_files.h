@@ -46,10 +46,9 @@ static NsaShape shape_of(const ModelConfig& c, int64_t B, int64_t T) {
 }
 
 // The options that make the model: its config.json.
-static const char* const MODEL_OPTIONS[] = {"layers",     "dim",        "heads",     "kv-groups", "head-dim",
-                                            "cmp-block",  "cmp-stride", "slc-block", "slc-count", "window",
-                                            "phi-hidden", "mlp-hidden", "seq-len",   "rope-base", "v-head-dim",
-                                            "full-every"};
+static const char* const MODEL_OPTIONS[] = {
+    "layers",    "dim",    "heads",      "kv-groups",  "head-dim", "cmp-block", "cmp-stride", "slc-block",
+    "slc-count", "window", "phi-hidden", "mlp-hidden", "seq-len",  "rope-base", "v-head-dim", "full-every"};
 
 static const char* const MODEL_WORDS[] = {"attention", "branches",   "tokenizer", "qk-norm",
                                           "smear",     "activation", "head"};

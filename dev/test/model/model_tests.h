@@ -510,7 +510,8 @@ TEST(model_flops_are_those_of_its_products) {
          {"--model tiny --seq-len 150", "--model tiny --seq-len 150 --attention full", "--model 125m --seq-len 2048",
           "--model 125m --seq-len 2048 --attention full", "--model tiny --seq-len 150 --head untied --smear 1",
           "--model tiny --seq-len 150 --attention full --layers 7 --full-every 3 --window 33",
-          "--model tiny --seq-len 150 --v-head-dim 20", "--model tiny --seq-len 150 --v-head-dim 48 --attention full"}) {
+          "--model tiny --seq-len 150 --v-head-dim 20",
+          "--model tiny --seq-len 150 --v-head-dim 48 --attention full"}) {
         const Config c = config_of(options);
         const bool nsa = c.attention == "nsa";
         const double T = double(c.seq_len), C = double(c.dim), H = double(c.heads), G = double(c.kv_groups),
