@@ -531,9 +531,11 @@ ENGINE_TEST(model_decoding_reads_what_the_formula_says) {
 // vectors, as elsewhere: columns behind the last whole one lose the same bits only where as many keys are summed.
 TEST_ON(ModelEngines, model_values_of_another_dimension, false) {
     const std::string all = ALL_OPTIONS;
-    for (const std::string& options : {std::string("--head-dim 32 --v-head-dim 16"),
-                                       std::string("--v-head-dim 32 --attention full"), "--v-head-dim 32 " + all}) {
+    for (const auto& [D, options] : {std::pair<int, std::string>(32, "--v-head-dim 16"),
+                                     {16, "--v-head-dim 32 --attention full"},
+                                     {16, "--v-head-dim 32 " + all}}) {
         Config c = engine_config(options);
+        c.head_dim = D;
         if (!has_shape<E>(*E::open(), "model_values_of_another_dimension", shape_of(c, 1, c.seq_len))) return;
         check_model<E>(c, 0);
         check_causality<E>(c, 0);
