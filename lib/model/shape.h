@@ -36,7 +36,6 @@ struct NsaShape {
     // A call computes positions first .. first+queries-1: (0, T) in training, (t, 1) when decoding.
     int first = 0, queries = 0;
     int H = 0, G = 0, D = 0;  // query heads, key/value groups, dimension of a query's and a key's head
-    int v_head_dim = 0;       // --v-head-dim: dimension of a value's head; 0: D
     int l = 0, d = 0;         // compression block and stride
     int slc_block = 0;        // l': tokens of a selection block
     int slc_count = 0;        // n: selected blocks per query and group
@@ -48,6 +47,7 @@ struct NsaShape {
     int full_every = 1;       // --full-every: one layer of so many sees all tokens then, the others see w
     int near = 0;             // 1: this is the shape of such another layer, see of_layer()
     unsigned left_out = 0;    // --branches: bit b is set where branch b is left out, which is a gate of 0
+    int v_head_dim = 0;       // --v-head-dim: dimension of a value's head; 0: D
 
     HOST_DEVICE int heads_per_group() const { return H / G; }
     HOST_DEVICE int Dv() const { return v_head_dim ? v_head_dim : D; }
