@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """Makes a table and a figure of the results.
 
-    table.py [--results results] [--tokens N] [--svg FILE]
+    table.py [--results results] [--tokens N] [--svg FILE [--drawn ARM...]]
 
 The tables: of each arm at its best rate the held-out loss over the seeds, mean and range, and what it cost, with all
-tokens and, where there are such runs, with fewer, down to half of them; the n-grams of the same text; the sweeps; the
-loss by the number of tokens in sight. The figure has the training loss over the tokens, the mean of the seeds, and the
-held-out loss behind each name. Each byte is seen once, but other parts of the same file were seen before, so the
-training loss is the lower one.
+tokens and, where there are such runs, with fewer, down to half of them; the n-grams of the same text; the rates that
+were tried, on one seed; the loss by the number of tokens in sight. The figure has the training loss over the tokens,
+the mean of the seeds, and the held-out loss behind each name. Each byte is seen once, but other parts of the same file
+were seen before, so the training loss is the lower one.
 """
 import argparse
 import glob
@@ -77,7 +77,8 @@ def print_rows(head, rows):
 
 def print_tables(arms, shorter, ngrams):
     rows = []
-    for (name, rate), whole in [entry for runs in [arms] + shorter for entry in runs.items()]:
+    entries = [entry for runs in [arms] + shorter for entry in runs.items()]
+    for (name, rate), whole in [e for e in entries if len(e[1]) == len(SEEDS)] or entries:
         losses = [r["held_out_loss"] for r in whole]
         seconds = mean([r["processor_seconds"] for r in whole])
         rows.append([f"`{name}`", f"{whole[0]['tokens']:,}", f"{rate:g}", f"**{mean(losses):.4f}**",
@@ -92,12 +93,18 @@ def print_tables(arms, shorter, ngrams):
                     for n in sorted(ngrams, key=lambda n: n["tokens"])])
 
 
-def print_sweeps(runs):
-    rows = []
-    for name in sorted({run["arm"] for run in runs}):
-        sweep = sorted((r for r in runs if r["arm"] == name), key=lambda r: r["rate"])
-        rows.append([f"`{name}`", ", ".join(f"{r['rate'] * 1000:g}: {r['held_out_loss']:.3f}" for r in sweep)])
-    print_rows(["arm, a quarter of the tokens", "rate in thousandths: loss of the first 64 files, one seed"], rows)
+def rates_of(runs, name):
+    sweep = sorted((run for run in runs if run["arm"] == name), key=lambda run: run["rate"])
+    return ", ".join(f"{run['rate'] * 1000:g}: {run['held_out_loss']:.3f}" for run in sweep)
+
+
+def print_sweeps(runs, tokens):
+    """Each rate in thousandths: loss, on one seed."""
+    quarter = [run for run in runs if run["seed"] == SEED_OF_SWEEP and run["tokens"] == tokens // 4]
+    whole = [run for run in runs if run["seed"] == SEEDS[0] and run["tokens"] == tokens]
+    print_rows(["arm; rates in thousandths: loss", "a quarter of the tokens, the first 64 files", "all tokens, seed 1"],
+               [[f"`{name}`", rates_of(quarter, name), rates_of(whole, name)]
+                for name in sorted({run["arm"] for run in quarter})])
 
 
 def print_positions(arms):
@@ -176,6 +183,7 @@ def main():
     arguments.add_argument("--results", default=f"{HERE}/results")
     arguments.add_argument("--tokens", type=int, help="of the whole runs; without it those of the longest run")
     arguments.add_argument("--svg")
+    arguments.add_argument("--drawn", nargs="+", metavar="ARM", help="the arms of the figure; without it all")
     a = arguments.parse_args()
     runs = load(a.results, "*_lr*")
     if not runs:
@@ -184,13 +192,13 @@ def main():
     arms = by_arm(runs, tokens)
     shorter = sorted({run["tokens"] for run in runs if tokens // 2 <= run["tokens"] < tokens}, reverse=True)
     print_tables(arms, [by_arm(runs, n) for n in shorter], load(a.results, "ngram_*"))
-    print_sweeps([run for run in runs if run["seed"] == SEED_OF_SWEEP and run["tokens"] == tokens // 4])
+    print_sweeps(runs, tokens)
     best = best_rates(arms)
     if best:
         print_positions(best)
     if a.svg and best:
         with open(a.svg, "w") as file:
-            file.write(figure(best))
+            file.write(figure({key: runs for key, runs in best.items() if not a.drawn or key[0] in a.drawn}))
 
 
 if __name__ == "__main__":
