@@ -903,7 +903,6 @@ def tiny(**changes):
         activation="silu",
         head="tied",
         full_every=1,
-        qk_norm="off",
     )
     return Config(**(base | changes))
 
