@@ -950,8 +950,8 @@ __global__ void __launch_bounds__(NORMED_WARPS * 32)
     }
 }
 // In dprojected, which holds what was projected, and in partial [blocks, s.gain_rows(), D] = the gains' gradients, a
-// block's `tokens` summed.
-__global__ void __launch_bounds__(NORMED_WARPS * 32)
+// block's `tokens` summed. Eight blocks for a multiprocessor: without a number ptxas spills on sm_80, at 48 registers.
+__global__ void __launch_bounds__(NORMED_WARPS * 32, 8)
     normed_heads_backward_kernel(cuda_real* dprojected, float* partial, HeadGradientPointers d, const cuda_real* gains,
                                  Rope rope, NsaShape s, int P, int tokens) {
     DynamicShared shared;

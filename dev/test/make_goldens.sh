@@ -29,6 +29,9 @@ declare -A configs=(
            --phi-hidden 16 --mlp-hidden 256"
     # what changes the model at either end of the layers and in between; values narrower than keys
     [options]="--seed 2 --batch 2 --seq-len 100 --total-batch 200 --attention nsa --layers 2 --dim 64 --heads 4
+           --kv-groups 2 --head-dim 16 --cmp-block 8 --cmp-stride 4 --slc-block 16 --slc-count 4 --window 24
+           --phi-hidden 16 --mlp-hidden 128 --smear --activation relu2 --head untied"
+    [values]="--seed 2 --batch 2 --seq-len 100 --total-batch 200 --attention nsa --layers 2 --dim 64 --heads 4
            --kv-groups 2 --head-dim 16 --v-head-dim 10 --cmp-block 8 --cmp-stride 4 --slc-block 16 --slc-count 4
            --window 24 --phi-hidden 16 --mlp-hidden 128 --smear --activation relu2 --head untied"
     # the dense baseline
@@ -47,7 +50,7 @@ python=${PYTHON:-python3}
     fail "$python cannot import torch and numpy; pip install torch numpy, or set PYTHON"
 
 names=("$@")
-[ $# -gt 0 ] || names=(nsa nsa_paper nsa_h1 options full qk_norm)
+[ $# -gt 0 ] || names=(nsa nsa_paper nsa_h1 options values full qk_norm)
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 for name in "${names[@]}"; do
