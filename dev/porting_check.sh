@@ -75,6 +75,7 @@ check() {
     dev/gpu_check.sh*) try "$command" "DRY_RUN=1 $command" ;;
     'dev/results_table.sh REPORT README.md') try "$command" "printf '# X\n\n## train\n' >REPORT; $command" ;;
     './train_nsa --dump-state') try "$command" './train_nsa help | grep -e --dump-state' ;;
+    './train_nsa inspect --json FILE') try "$command" './train_nsa inspect --help | grep -e --json' ;;
     './train_nsa '*' --dump-state state.safetensors') try "$command" "$command" ;;
     'dev/reference.py compare') ;;  # the command below it names its file
     'python3 dev/reference.py compare '*)
