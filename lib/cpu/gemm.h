@@ -136,13 +136,14 @@ struct Square {
     }
 };
 
-// out[i][j] = in[j][i], a square of vectors
+// out[i][j] = in[j][i], a square of vectors, of which `count` rows are written
 template <class Element>
-inline void transpose_square(Element* out, size_t ldo, const Element* in, size_t ldi) {
+inline void transpose_square(Element* out, size_t ldo, const Element* in, size_t ldi,
+                             int count = Square<Element>::lanes) {
     Square<Element> square;
     for (int i = 0; i < Square<Element>::lanes; i++) std::memcpy(&square.row[i], in + i * ldi, VECTOR_BYTES);
     square.transpose();
-    for (int i = 0; i < Square<Element>::lanes; i++) std::memcpy(out + i * ldo, &square.row[i], VECTOR_BYTES);
+    for (int i = 0; i < count; i++) std::memcpy(out + i * ldo, &square.row[i], VECTOR_BYTES);
 }
 
 // The left factor of a product: element (row, k) is data[row * next_row + k * next_k].
@@ -522,7 +523,7 @@ class Gemm {
     template <class Size, class Element>
     static void pack_panel(Element* panel, const Factor<real>& b, int x, int k, int depth, int K) {
         const int kc = std::min(Size::KC, depth - k), width = std::min(PANEL, b.width - x),
-                  padded = (width + LANES - 1) / LANES * LANES;
+                  padded = whole(width, LANES);
         if (Size::tiles) std::fill(panel + kc * PANEL, panel + whole(kc, TILE) * PANEL, Element{});
         if (b.along_x)
             for (int i = 0; i < kc; i++, panel += PANEL) {
@@ -547,11 +548,7 @@ class Gemm {
             if (i < LANES * LANES)
                 for (int line = 0; line < PER<Element> * Size::KC; line += 64 / int(sizeof(real)))
                     __builtin_prefetch(b.data + (next_x + size_t(i / LANES)) * b.ld + next_k + line);
-            Square<Element> square;
-            for (int y = 0; y < LANES; y++) std::memcpy(&square.row[y], lines[y] + i, VECTOR_BYTES);
-            square.transpose();
-            for (int y = 0; y < std::min(LANES, kc - i); y++)
-                std::memcpy(out + (i + y) * PANEL, &square.row[y], VECTOR_BYTES);
+            transpose_square(out + i * PANEL, PANEL, lines[0] + i, Size::A_ROW, std::min(LANES, kc - i));
         }
     }
     // `count` rows of A from x on; rows up to a whole tile are 0. Whatever way A lies in memory, its lines are copied

@@ -99,7 +99,7 @@ void print_products_of(const std::string& preset, Dev& dev, std::FILE* out = std
         const char* name;
         int rows, in, out;
     } layers[] = {{"attn.qkv", N, C, a.shape.projected()},
-                  {"attn.o_proj", N, a.shape.H * a.shape.D, C},
+                  {"attn.o_proj", N, a.shape.H * a.shape.Dv(), C},
                   {"mlp.fc1", N, C, M},
                   {"mlp.fc2", N, M, C},
                   {"embed_tokens", int(a.logit_rows), C, int(a.Vp)}};

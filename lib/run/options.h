@@ -746,12 +746,12 @@ inline void resolve_batch(TrainConfig& c, const std::set<std::string>& given, in
                    counted(per_rank, "sequence").c_str(), (long long)c.batch);
 }
 
-// What dense attention does not have, but for --window where --full-every is not 1.
-static const char* const NSA_OPTIONS[] = {"cmp-block",  "cmp-stride", "slc-block", "slc-count",
-                                          "phi-hidden", "branches",   "window"};
+// What dense attention does not have. With --full-every the other layers have a window.
+static const char* const NSA_OPTIONS[] = {"cmp-block", "cmp-stride", "slc-block", "slc-count",
+                                          "window",    "phi-hidden", "branches"};
 inline bool is_of_nsa(const std::string& name, bool alternates) {
-    const auto end = std::end(NSA_OPTIONS) - (alternates ? 1 : 0);
-    return std::find(std::begin(NSA_OPTIONS), end, name) != end;
+    if (alternates && name == "window") return false;
+    return std::find(std::begin(NSA_OPTIONS), std::end(NSA_OPTIONS), name) != std::end(NSA_OPTIONS);
 }
 
 // The first and the last step of --profile-steps; 0 and -1 where there are none.
