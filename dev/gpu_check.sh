@@ -82,7 +82,8 @@ dry=${DRY_RUN:-}
 PATH=$PATH:/usr/local/cuda/bin:$(printf '%s\n' /opt/nvidia/nsight-compute/* | sort -V | tail -n 1)
 no_gpu=""
 if [ -n "$dry" ]; then gpu="no GPU"
-elif nvidia-smi -L 2>/dev/null | grep -q GPU; then gpu=$(nvidia-smi --query-gpu=name --format=csv,noheader -i 0)
+elif nvidia-smi -L 2>/dev/null | grep GPU >/dev/null; then  # not -q: it would leave while a second GPU is named
+    gpu=$(nvidia-smi --query-gpu=name --format=csv,noheader -i 0)
 else
     gpu="no GPU"
     no_gpu="nvidia-smi shows no GPU on this machine: there is none, or its driver does not run"
@@ -688,7 +689,7 @@ part_long() {
     done
     return "$status"
 }
-has_mpi() { command -v mpirun >/dev/null && ./train_nsa --version 2>/dev/null | grep -q '^MPI: '; }
+has_mpi() { command -v mpirun >/dev/null && ./train_nsa --version 2>/dev/null | grep '^MPI: ' >/dev/null; }
 # two NAME OPTIONS...: two ranks, by mpirun or, without it, by the variables that launchers set; small steps.
 two() {
     local out=$WORK/$1 rank status=0

@@ -32,7 +32,7 @@ archs=${ARCHS:-$(awk '$1 == "ARCH" { print $2 }' "$log.rows")}
 failed=0 passed=0
 for arch in $archs; do
     # An older nvcc does not know the latest; none lists sm_90a beside sm_90.
-    "${NVCC:-nvcc}" --list-gpu-code | grep -qx "${arch%a}" || continue
+    "${NVCC:-nvcc}" --list-gpu-code | grep -x "${arch%a}" >/dev/null || continue
     if ! "${NVCC:-nvcc}" -x cu -std=c++17 -O3 -arch="$arch" -diag-suppress 1675 -Werror all-warnings -Xptxas -v \
         -Xcompiler -w -DUSE_CUDA -DNSA_WITHOUT_MAIN -cubin -o /dev/null "$source" >"$log" 2>&1; then
         cat "$log"

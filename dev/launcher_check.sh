@@ -144,7 +144,7 @@ good "a Slurm of one node" start_slurm
 if [ "$(sinfo -h -o %T)" = idle ]; then
     for name in "${!programs[@]}"; do
         case $name in mpich) pmi=pmi2 ;; *) pmi=pmix ;; esac
-        if ! srun --mpi=list 2>&1 | grep -qw "$pmi"; then
+        if ! srun --mpi=list 2>&1 | grep -w "$pmi" >/dev/null; then
             skipped "no --mpi=$pmi in this Slurm"
             continue
         fi

@@ -23,7 +23,7 @@ if [ $# -eq 0 ]; then
     options=(--model 125m --vocab-dir data/gpt2 --data 'data/fineweb_edu_train_*.bin'
         --val-data 'data/fineweb_edu_val_*.bin' --out runs/fineweb_edu --save-every 500 --keep 3)
 fi
-MASTER_ADDR=$(scontrol show hostnames | head -n 1)
+MASTER_ADDR=$(scontrol show hostnames | sed -n 1p)
 export MASTER_ADDR
 # What this program's MPI needs of srun: pmi2 for MPICH, pmix for Open MPI.
 pmi=$(./train_nsa --version | sed -n 's/.*srun --mpi=//p')

@@ -404,9 +404,9 @@ TEST(run_gpu_check_says_what_is_missing) {
             {"| ranks | not run | two ranks share a GPU by MPI alone, and there is no mpirun, or this build "
              "has no MPI |"});
     }
-    // Two GPUs: NCCL too.
+    // Two GPUs, the second of which takes its time to be named: NCCL too.
     Machine of_two;
-    of_two.script("bin/nvidia-smi", "[ $1 = -L ] && echo 'GPU 0: X' && echo 'GPU 1: X'\n");
+    of_two.script("bin/nvidia-smi", "[ $1 = -L ] && echo 'GPU 0: X' && sleep 0.2 && echo 'GPU 1: X'\n");
     CHECK_EQUAL(of_two.run({"dev/gpu_check.sh", "ranks"}).status, 0);
     of_two.says({"; two GPUs: 20 steps, losses at most 0 % apart (limit 1 %); --zero 0 and 1: the same bits |"});
 }
