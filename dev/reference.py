@@ -34,7 +34,7 @@ try:
 except ImportError as error:  # --help works without them
     if not {"-h", "--help"} & set(sys.argv[1:]):
         sys.exit(f"reference.py: {error}: install PyTorch and NumPy")
-    print(__doc__)
+    print(sys.modules["__main__"].__doc__)  # of selection.py, where that reads this file
     sys.exit()
 
 
