@@ -26,16 +26,15 @@ import sys
 import tempfile
 from typing import NamedTuple
 
-try:
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "bench"))
+
+from needs import needs
+
+with needs("PyTorch and NumPy"):
     import numpy as np
     import torch
     import torch.nn.functional as F
     from torch.utils.checkpoint import checkpoint
-except ImportError as error:  # --help works without them
-    if not {"-h", "--help"} & set(sys.argv[1:]):
-        sys.exit(f"reference.py: {error}: install PyTorch and NumPy")
-    print(sys.modules["__main__"].__doc__)  # of selection.py, where that reads this file
-    sys.exit()
 
 
 class Failure(Exception):

@@ -1,4 +1,4 @@
-"""needs.py: what the scripts of this folder do about packages that are not there. With `with needs("PyTorch"): import
+"""needs.py: what scripts do about packages that are not there. With `with needs("PyTorch"): import
 torch`, the --help of a script works without them, and anything else ends in one line that says what to install.
 """
 import contextlib
