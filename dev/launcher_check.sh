@@ -18,6 +18,8 @@ clean_up() {
 trap clean_up EXIT
 # Slurm and Open MPI's mpirun leave variables behind that make a process believe it is a rank.
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1
+# hwloc, in Open MPI's mpirun, loads every OpenCL driver; PoCL's LLVM takes SIGUSR1 away from mpirun (dev/RUNNING.md).
+export HWLOC_COMPONENTS=-opencl
 
 small=(--model tiny --seq-len 128 --total-batch 512 --batch 1 --threads 1 --sample-tokens 0 --eval-batches 1 --seed 5)
 says() { # says STATUS TEXT COMMAND...: one line on stderr with this text, and this status
@@ -37,6 +39,7 @@ stops_and_resumes() { # stops_and_resumes FOLDER MPIRUN PROGRAM
         sleep 0.1
     done
     kill -USR1 "$mpirun"
+    timeout 60 tail --pid="$mpirun" -f /dev/null || kill "$mpirun"  # nothing came of the signal
     wait "$mpirun"
     status=$?
     cat "$work/stopped"

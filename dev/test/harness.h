@@ -140,6 +140,11 @@ inline bool choose_tests(int argc, char** argv) {
         size_t shard = 0, shards = 0, n = 0;
         if (option == "--only" && value) {
             leave_out([&](const TestCase& t) { return !std::strstr(t.name, value); });
+            if (cases.empty()) {
+                std::fprintf(stderr, "tests: --only %s: no test has that in its name; --list prints all names\n",
+                             value);
+                return false;
+            }
             i++;
         } else if (option == "--shard" && value && std::sscanf(value, "%zu/%zu", &shard, &shards) == 2 &&
                    shard <= shards) {

@@ -1,5 +1,9 @@
 // util_tests.h: the random numbers against published vectors and moments, the errors' form.
 #pragma once
+#include <filesystem>
+
+#include <sys/wait.h>
+
 #include "../../../lib/run/device.h"
 #include "../../../lib/base/files.h"
 #include "../harness.h"
@@ -74,6 +78,12 @@ TEST(errors_are_one_line_with_a_status) {
     CHECK_FAILS(2, "--lr", fail_usage("--lr %d is out of range", -1));
     CHECK_FAILS(1, "no_such_file", read_file("/no_such_file"));
     CHECK_FAILS(1, "folder", read_file("/tmp"));
+}
+
+TEST(tests_that_no_name_has_are_an_error) {
+    const std::string self = "'" + std::filesystem::read_symlink("/proc/self/exe").string() + "' --list --only ";
+    CHECK_EQUAL(WEXITSTATUS(std::system((self + "tests_that_no_name_has >/dev/null").c_str())), 0);
+    CHECK_EQUAL(WEXITSTATUS(std::system((self + "json,util 2>/dev/null").c_str())), 2);
 }
 
 // CUDA has one error for three states of a machine; each has a remedy of its own.
