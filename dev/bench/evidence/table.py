@@ -104,7 +104,7 @@ def print_sweeps(runs, tokens):
     whole = [run for run in runs if run["seed"] == SEEDS[0] and run["tokens"] == tokens]
     print_rows(["arm; rates in thousandths: loss", "a quarter of the tokens, the first 64 files", "all tokens, seed 1"],
                [[f"`{name}`", rates_of(quarter, name), rates_of(whole, name)]
-                for name in sorted({run["arm"] for run in quarter})])
+                for name in sorted({run["arm"] for run in quarter + whole})])
 
 
 def print_positions(arms):
