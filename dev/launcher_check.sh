@@ -100,7 +100,7 @@ torchrun_stops() { # torchrun_stops PROGRAM
     "${torchrun_2[@]}" --no-python "$1" "${small_gpus[@]}" --steps 100000 --eval-every 0 --save-every 10 \
         --out "$work/torch/stop" >"$work/stopped" 2>&1 &
     local torchrun=$!
-    saved_at "$work/torch/stop" 10 || return 1
+    saved_at "$work/torch/stop" 10 || { kill "$torchrun"; return 1; }
     kill -TERM "$torchrun"
     wait "$torchrun"
     local status=$?
@@ -111,7 +111,7 @@ torchrun_restarts() { # torchrun_restarts PROGRAM: rank 1 is killed after a chec
     "${torchrun_2[@]}" --max-restarts 1 --no-python "$1" "${small_gpus[@]}" --steps 100 --save-every 10 \
         --out "$work/torch/restart" --resume &
     local torchrun=$!
-    saved_at "$work/torch/restart" 20 || return 1
+    saved_at "$work/torch/restart" 20 || { kill "$torchrun"; return 1; }
     pkill -KILL --newest -f "^$1 .*$work/torch/restart"
     wait "$torchrun" && same_losses 100 "$work/torch/two" "$work/torch/restart"
 }
