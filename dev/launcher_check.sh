@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Ranks as real launchers start them: MPICH's and Open MPI's mpirun, each with a program of its own; torchrun, with the
 # program on emulated GPUs, since it has no MPI; and a Slurm of one node that is set up here for the time of the check:
-# srun with a PMI, srun without, and dev/slurm.sh, which is stopped at its time limit, queued again and goes on. On CPUs,
-# 2 ranks.
+# srun with a PMI, srun without, and dev/slurm.sh, which is stopped at its time limit, queued again and goes on. Two
+# ranks, on CPUs.
 #     dev/launcher_check.sh        BUILD=build MARCH=native
 # Of Debian's packages: mpich libmpich-dev libopenmpi-dev openmpi-bin munge slurmctld slurmd slurm-client; torchrun on
 # PATH comes with PyTorch. What is not there is said and left out. Ends with "N passed, N failed".
@@ -32,6 +32,8 @@ says() { # says STATUS TEXT COMMAND...: one line on stderr with this text, and t
     [ "$found" -eq "$status" ] && [ "$(grep -c 'train_nsa: error' "$work/says")" -eq 1 ] &&
         grep -qF -e "$text" "$work/says"
 }
+# newest_step FOLDER: of its checkpoints; nothing where there is none
+newest_step() { find "$1" -name 'step_*' -printf '%f\n' 2>/dev/null | sort | tail -1 | sed 's/step_0*//'; }
 stops_and_resumes() { # stops_and_resumes FOLDER MPIRUN PROGRAM
     "$2" -np 2 "$3" "${small[@]}" --steps 100000 --eval-every 0 --out "$1" >"$work/stopped" 2>&1 &
     local mpirun=$! status
@@ -51,7 +53,7 @@ stops_and_resumes() { # stops_and_resumes FOLDER MPIRUN PROGRAM
     }
     grep -q '^stopped by SIG' "$work/stopped" || return 1
     local step
-    step=$(find "$1" -name 'step_*' -printf '%f\n' | sort | tail -1 | sed 's/step_0*//')
+    step=$(newest_step "$1")
     "$2" -np 2 "$3" "${small[@]}" --steps $((step + 3)) --eval-every 0 --out "$1" --resume
 }
 
@@ -85,19 +87,19 @@ fi
 small_gpus=(--device cuda --layers 1 --dim 64 --heads 4 --kv-groups 2 --head-dim 16 --mlp-hidden 64 --phi-hidden 16
     --cmp-block 8 --cmp-stride 4 --slc-block 16 --slc-count 3 --window 16 --seq-len 64 --total-batch 128 --batch 1
     --threads 1 --sample-tokens 0 --eval-batches 1 --seed 5)
-torchrun_2=(torchrun --standalone --nproc-per-node 2)
+torchrun_2=(torchrun --standalone --no-python --nproc-per-node 2)
 # saved_at FOLDER STEP: waits until the folder has a checkpoint of that step or of a later one
 saved_at() {
     local newest
     for _ in $(seq 600); do
-        newest=$(find "$1" -name 'step_*' -printf '%f\n' 2>/dev/null | sort | tail -1 | sed 's/step_0*//')
+        newest=$(newest_step "$1")
         [ "${newest:-0}" -ge "$2" ] && return 0
         sleep 0.1
     done
     return 1
 }
 torchrun_stops() { # torchrun_stops PROGRAM
-    "${torchrun_2[@]}" --no-python "$1" "${small_gpus[@]}" --steps 100000 --eval-every 0 --save-every 10 \
+    "${torchrun_2[@]}" "$1" "${small_gpus[@]}" --steps 100000 --eval-every 0 --save-every 10 \
         --out "$work/torch/stop" >"$work/stopped" 2>&1 &
     local torchrun=$!
     saved_at "$work/torch/stop" 10 || { kill "$torchrun"; return 1; }
@@ -108,7 +110,7 @@ torchrun_stops() { # torchrun_stops PROGRAM
     [ "$status" -eq 1 ] && grep -q '^stopped by SIG' "$work/stopped"
 }
 torchrun_restarts() { # torchrun_restarts PROGRAM: rank 1 is killed after a checkpoint
-    "${torchrun_2[@]}" --max-restarts 1 --no-python "$1" "${small_gpus[@]}" --steps 100 --save-every 10 \
+    "${torchrun_2[@]}" --max-restarts 1 "$1" "${small_gpus[@]}" --steps 100 --save-every 10 \
         --out "$work/torch/restart" --resume &
     local torchrun=$!
     saved_at "$work/torch/restart" 20 || { kill "$torchrun"; return 1; }
@@ -119,7 +121,7 @@ if command -v torchrun >/dev/null; then
     emulated=$root/$build/train_nsa_emulated
     good "torchrun: builds" env MAKEFLAGS= make -s BUILD="$build" "$build/train_nsa_emulated"
     good "one process on an emulated GPU" "$emulated" "${small_gpus[@]}" --steps 100 --out "$work/torch/one"
-    good "torchrun --nproc-per-node 2" "${torchrun_2[@]}" --no-python "$emulated" "${small_gpus[@]}" --steps 100 \
+    good "torchrun --nproc-per-node 2" "${torchrun_2[@]}" "$emulated" "${small_gpus[@]}" --steps 100 \
         --out "$work/torch/two"
     good "torchrun: two ranks learn what one does" same_losses 100 "$work/torch/one" "$work/torch/two"
     good "torchrun: SIGTERM to it saves" torchrun_stops "$emulated"
@@ -223,7 +225,7 @@ if [ "$(sinfo -h -o %T)" = idle ]; then
     }
     continues() {
         local first last
-        first=$(find "$work/batch/run" -name 'step_*' -printf '%f\n' | sort | tail -1 | sed 's/step_0*//')
+        first=$(newest_step "$work/batch/run")
         for _ in $(seq 180); do
             last=$(losses "$work/batch/run" | tail -1 | cut -d' ' -f1)
             [ "${last:-0}" -gt $((first + 10)) ] && return 0

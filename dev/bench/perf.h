@@ -441,7 +441,7 @@ inline void print_muon(const TensorList& table, const std::map<std::string, Oper
     double flops = 0, muons = 0;
     int matrices = 0, calls = 0;
     for (const Piece& m : muon_matrices(table)) {
-        flops += newton_schulz_flops(m.rows, m.columns);
+        flops += NEWTON_SCHULZ_STEPS * newton_schulz_step_flops(m.rows, m.columns);
         matrices++;
     }
     for (const auto& [operation, o] : times) {

@@ -48,11 +48,6 @@ inline double newton_schulz_scale(int step) {
 // 0.4 times its learning rate. By Moonlight's rule (Liu et al., arXiv 2502.16982) both take the same rate and decay.
 inline double muon_scale(int64_t rows, int64_t columns) { return 0.2 * std::sqrt(double(std::max(rows, columns))); }
 
-// Of the products of all steps.
-inline double newton_schulz_flops(int64_t rows, int64_t columns) {
-    return NEWTON_SCHULZ_STEPS * newton_schulz_step_flops(rows, columns);
-}
-
 // The model's matrices that Muon updates, in the order of the flat array.
 inline std::vector<Piece> muon_matrices(const TensorList& table) {
     std::vector<Piece> all;

@@ -5,11 +5,13 @@
     run.py --list ...             prints the queue, one line a run, and starts nothing
     run.py --predict TFLOPS ...   prints what the plan's sweeps cost at so many TFLOP/s
 
-A line of the plan is `sweep ARM RATE...` or `run ARM RATE|best SEED TOKENS`. A sweep runs each rate on seed 0 at a
-quarter of the setting's tokens, doubles or halves the rate beyond the range while the best one lies at its edge, halves
-the best one with all tokens on seed 1 for as long as that helps, since longer runs want lower rates, and then runs all
-three seeds at the best. A run whose result is there is skipped; one that was
-interrupted goes on from its last checkpoint, so start the same command again. Several runners can share a folder.
+A line of the plan is `sweep ARM RATE...`, `longer ARM TOKENS RATE...` or `run ARM RATE|best SEED TOKENS`. A sweep runs
+each rate on seed 0 at a quarter of the setting's tokens, doubles or halves the rate beyond the range while the best one
+lies at its edge, halves the best one with all tokens on seed 1 for as long as that helps, since longer runs want lower
+rates, and then runs all three seeds at the best. `longer` does the same without the quarter: it runs each rate on seed
+1 with so many tokens, goes beyond the range likewise, and then runs the other seeds at the best. A run whose result is
+there is skipped; one that was interrupted goes on from its last checkpoint, so start the same command again. Several
+runners can share a folder.
 """
 import argparse
 import fcntl
@@ -65,23 +67,21 @@ def read_plan(path, model):
             words = line.partition("#")[0].split()
             if not words:
                 continue
-            if len(words) < 3 or words[0] not in ("sweep", "run") or words[0] == "run" and len(words) != 5:
-                sys.exit(f"run.py: {path}:{number}: expected 'sweep ARM RATE...' or 'run ARM RATE SEED TOKENS'")
+            fits = {"sweep": len(words) >= 3, "longer": len(words) >= 4, "run": len(words) == 5}
+            if not fits.get(words[0]):
+                sys.exit(f"run.py: {path}:{number}: expected 'sweep ARM RATE...', 'longer ARM TOKENS RATE...' or 'run "
+                         "ARM RATE SEED TOKENS'")
             options_of(words[1], model)
             lines.append((words[0], words[1], words[2:]))
     return lines
 
 
-def sweep_runs(arm, rates, tokens):
-    return [Run(arm, rate, SEED_OF_SWEEP, tokens // 4) for rate in rates]
-
-
-def best_rate(arm, rates, tokens, results):
+def best_rate(arm, rates, seed, tokens, results):
     """(best rate or None, runs to do before it is known): a best rate at the edge of the range asks for one more."""
-    rates = sorted(rates)
+    rates = sorted(map(float, rates))
     most = len(rates) + MOST_DOUBLINGS
     while True:
-        runs = sweep_runs(arm, rates, tokens)
+        runs = [Run(arm, rate, seed, tokens) for rate in rates]
         if any(results.loss(run) is None for run in runs):
             return None, runs
         best = min(runs, key=results.loss).rate
@@ -112,13 +112,18 @@ def queue(plan, tokens, results):
     best = {}
     for kind, arm, words in plan:
         if kind == "sweep":
-            rate, sweep = best_rate(arm, [float(word) for word in words], tokens, results)
+            rate, sweep = best_rate(arm, words, SEED_OF_SWEEP, tokens // 4, results)
             runs += sweep
             if rate:
                 best[arm], whole = best_whole_rate(arm, rate, tokens, results)
                 runs += whole
             if best.get(arm):
                 runs += [Run(arm, best[arm], seed, tokens) for seed in SEEDS[1:]]
+        elif kind == "longer":
+            rate, tried = best_rate(arm, words[1:], SEEDS[0], int(words[0]), results)
+            runs += tried
+            if rate:
+                runs += [Run(arm, rate, seed, int(words[0])) for seed in SEEDS[1:]]
         else:
             rate = best.get(arm) if words[0] == "best" else float(words[0])
             if rate:

@@ -653,7 +653,7 @@ TEST(run_comparison_of_arms) {
     const std::string plan = c.folder.file("plan.txt");
     write_file(plan,
                "sweep nsa 1e-3 2e-3\nsweep full 0.02 0.04 # a remark\nrun window+optimizer=muon 0.01 5 256\n"
-               "run alternating+full-every=2 0.01 5 256\n");
+               "run alternating+full-every=2 0.01 5 256\nlonger nsa+smear+init=narrow 512 0.01 0.02\n");
     const program::Result day = c.gpu_day(plan);
     CHECK_EQUAL(day.err, "");
     CHECK_EQUAL(day.status, 0);
@@ -665,6 +665,13 @@ TEST(run_comparison_of_arms) {
         for (const char* seeds : {"1", "[23]"})
             CHECK(glob_files(c.folder.file(format_text("work/results/%s_lr*_seed%s_tokens1024.json", arm, seeds)))
                       .size() >= 2);
+    // `longer`: at least one rate beyond the two of its range; at the best one three seeds, all with its own tokens.
+    const std::string longer = c.folder.file("work/results/nsa+smear+init=narrow_lr%s_seed%s_tokens%s.json");
+    CHECK(glob_files(format_text(longer.c_str(), "*", "1", "512")).size() >= 3);
+    for (const char* seed : {"2", "3"})
+        CHECK_EQUAL(glob_files(format_text(longer.c_str(), "*", seed, "512")).size(), 1u);
+    CHECK_EQUAL(glob_files(format_text(longer.c_str(), "*", "*", "*")).size(),
+                glob_files(format_text(longer.c_str(), "*", "[123]", "512")).size());
 
     const Json nsa = c.result("nsa_lr0.001_seed0_tokens256"), full = c.result("full_lr0.02_seed0_tokens256");
     const Json window = c.result("window+optimizer=muon_lr0.01_seed5_tokens256");
