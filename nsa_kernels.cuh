@@ -378,10 +378,12 @@ __device__ inline void load_logits(float (&x)[W], const cuda_real* row, int v0, 
     for (int k = 0; k < W; k++) x[k] = v0 + k < V ? x[k] : -INFINITY;
 }
 
-constexpr int CLASSIFIER_THREADS = 512;  // four blocks, and with their 32 registers a thread, fill a multiprocessor
+// Two blocks, with 32 registers a thread, fill a multiprocessor. More rows at a time would not: of GPT-2's vocabulary
+// four on each of 132 are 53 MB, which an H100's L2 does not hold until they are read again.
+constexpr int CLASSIFIER_THREADS = 1024;
 
 template <int W>
-__global__ void __launch_bounds__(CLASSIFIER_THREADS)
+__global__ void __launch_bounds__(CLASSIFIER_THREADS, 2)
     classifier_kernel(float* losses, cuda_real* logits, const int32_t* targets, float dloss, bool want_gradient, int V,
                       int Vp) {
     SHARED(Softmax, of_warps, [CLASSIFIER_THREADS / 32]);
@@ -411,7 +413,10 @@ __global__ void __launch_bounds__(CLASSIFIER_THREADS)
     if (threadIdx.x == 0) losses[blockIdx.x] = logf(softmax.sum) + softmax.largest - target_logit;
     if (!want_gradient) return;
     const float factor = dloss / softmax.sum;
-    for (int v0 = threadIdx.x * W; v0 < Vp; v0 += CLASSIFIER_THREADS * W) {
+    // Backwards, since the end of the row was read last.
+    const int passes = (Vp - int(threadIdx.x) * W + CLASSIFIER_THREADS * W - 1) / (CLASSIFIER_THREADS * W);
+    for (int pass = passes - 1; pass >= 0; pass--) {
+        const int v0 = (pass * CLASSIFIER_THREADS + int(threadIdx.x)) * W;
         load_logits(x, row, v0, V);
         for (int k = 0; k < W; k++) x[k] = exp_approx(x[k] - softmax.largest) * factor;
         if (unsigned(target - v0) < unsigned(W))
@@ -1379,9 +1384,8 @@ template <Branch branch, int D>
 __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
     attention_dkdv_kernel(bf16* dk, bf16* dv, float* partial, const bf16* dout, const bf16* q, const bf16* k,
                           const bf16* v, const float* row_dot, const float* lse_gated, const uint32_t* selection,
-                          const SelectedChoice* choice, AttentionShape s) {
+                          AttentionShape s) {
     constexpr int THREADS = dkdv_threads<D>();
-    if (branch == SLC && choice && choice->gather) return;
     // Early keys are seen by more queries and start first.
     const int parts = branch == CMP ? s.parts : 1, part = branch == CMP ? int(blockIdx.x) / s.batch_groups % parts : 0;
     const int tile = int(blockIdx.x) / s.batch_groups / parts;
@@ -1490,10 +1494,27 @@ __device__ inline Best best_of_warp(const Best& mine) {
     best.block = __reduce_min_sync(~0u, mine.bits == best.bits ? mine.block : INT_MAX);
     return best;
 }
+// choose_best for at most 32 blocks, of which each lane holds one and counts those that go before it.
+__device__ inline float choose_best_of_32(float* importance, int last, int slc_count) {
+    const int lane = threadIdx.x % 32;
+    const bool is_block = lane <= last, always = is_block && (lane == 0 || lane >= last - 1);
+    const float mine = is_block ? importance[lane] : 0;
+    const int bits = is_block && !always ? __float_as_int(mine) : -1;
+    int before = 0;
+    for (int other = 1; other < last - 1; other++) {
+        const int other_bits = __shfl_sync(~0u, bits, other);
+        before += other_bits > bits || (other_bits == bits && other < lane);
+    }
+    const bool taken = always || (bits >= 0 && before < slc_count - 3);
+    if (taken) importance[lane] = TAKEN;
+    const float all = lane_sum(mine), chosen = lane_sum(taken ? mine : 0);
+    return all > 0 ? chosen / all : 1;
+}
 // Marks blocks 0, last-1, last and the slc_count-3 best others of importance[0 .. last] as TAKEN, by one warp; of equal
 // ones the lowest index. Returns their share of all importance. Lane i keeps the best of elements i, i + 32, ...; when
 // that one is taken, all lanes together look for its next best.
 __device__ inline float choose_best(float* importance, int last, int slc_count) {
+    if (last < 32) return choose_best_of_32(importance, last, slc_count);
     const int lane = threadIdx.x % 32;
     float all = 0, chosen = 0;
     for (int block = lane; block <= last; block += 32) all += importance[block];
@@ -1752,6 +1773,7 @@ inline void launch_attention_backward(const BackwardArrays<bf16, float>& d, cons
                                       cudaStream_t stream) {
     const AttentionShape a = attention_shape(branch, s, 0);
     const SelectedChoice* choice = nullptr;
+    bool dkdv_is_done = false;
     if (a.keys == 0) {  // dk and dv have no element
         if (!d.add) CUDA_CHECK(cudaMemsetAsync(d.dq, 0, s.query_rows() * D * sizeof(float), stream));
         return;
@@ -1764,15 +1786,17 @@ inline void launch_attention_backward(const BackwardArrays<bf16, float>& d, cons
         choice = choose_selected<D>(kernel, pieces, workspace.choice, in.selection, s, stream);
         if (kernel != SelectedKernel::TILES) launch_gather_backward<D>(d, in, s, choice, pieces, stream);
         if (kernel == SelectedKernel::GATHER) return;
+        dkdv_is_done = kernel == SelectedKernel::AUTO;
     }
     launch<attention_dq_kernel<branch, D>>(unsigned(a.tiles * a.batch_groups), query_tile_threads<D>(a),
                                            query_block_bytes<branch, D>(a, true), stream, d, in, choice, a);
+    if (dkdv_is_done) return;
     const unsigned tiles = unsigned(key_tiles(a) * a.batch_groups);
     const size_t bytes =
         TokenBuffers<branch, D>::bytes() + shared_bytes({branch == SLC ? tile_words(a.queries) * sizeof(uint32_t) : 0});
     launch<attention_dkdv_kernel<branch, D>>(tiles * unsigned(a.parts), unsigned(dkdv_threads<D>()), bytes, stream,
                                              d.dk, d.dv, partial, d.dout, in.q, in.k, in.v, d.row_dot, d.lse_gated,
-                                             in.selection, choice, a);
+                                             in.selection, a);
     if constexpr (branch == CMP)
         if (a.parts > 1) launch<add_parts_kernel<D>>(tiles, 256, 0, stream, d.dk, d.dv, (const float*)partial, a);
 }

@@ -1,5 +1,6 @@
-// predict.h: what an H100 should take, from counts alone. Nothing here was ever measured; the first measurement says
-// which count is wrong.
+// predict.h: what an H100 should take, from counts alone, made before one was there. Measured on one (dev/RESULTS.md)
+// are 0.8 to 1.0 times that for products, 1.1 to 1.4 for what passes through memory once, 2.0 to 2.2 for attention, 2.7
+// for compression and 5.8 for the choice of blocks: short launches, and instructions that wait for one another.
 //   build/cuda_tests --predict-attention   attention, branch by branch, in the shape for which others have published
 //                                          times; build/test_device too, without a GPU. With --selections FILE
 //                                          also for what a trained model chose, see selections.h
@@ -236,7 +237,9 @@ struct SelectedPrediction {
             for (; gathered && count > GATHER_CHUNK; count -= GATHER_CHUNK) block(GATHER_CHUNK / KEY_TILE);
         for (const double count : visits) block(gathered ? std::ceil(count / KEY_TILE) : count);
     }
-    // By the rule of choose_selected_kernel.
+    // Where AUTO is open; dK and dV are gathered there.
+    bool may_gather() const { return s.slc_blocks() > 2 * s.slc_count; }
+    // The forward pass and dQ, by the rule of choose_selected_kernel.
     bool gathers() const {
         bool yes = false;
         with_head_dimension(s.D, [&](auto D) { yes = gathers<D()>(); });
@@ -244,7 +247,7 @@ struct SelectedPrediction {
     }
     template <int D>
     bool gathers() const {
-        if (s.slc_blocks() <= 2 * s.slc_count) return false;
+        if (!may_gather()) return false;
         const AttentionShape a = gather_shape<D>(s, false, H100_SHARED_BYTES);
         double pieces = 0, masked = 0;
         for (int tile = 0; tile < a.tiles; tile++)
@@ -265,7 +268,8 @@ struct SelectedPrediction {
                       gathered ? (backward ? c.gather_dq : c.gather_forward) : (backward ? c.dq : c.forward), a,
                       gathered);
         p.add(of_queries, attention_forward_work(SLC, s, 2).bytes);
-        if (backward) predict_dkdv(of_keys, gathered), p.add(of_keys, attention_backward_work(SLC, s, 2).bytes);
+        if (backward)
+            predict_dkdv(of_keys, gathered || may_gather()), p.add(of_keys, attention_backward_work(SLC, s, 2).bytes);
         return p;
     }
 };
@@ -340,7 +344,7 @@ inline int run_prediction(int first_length, int last_length, std::FILE* out, con
     const NsaShape shape = shape_of(c, 1, last_length);
     std::fprintf(
         out,
-        "PREDICTED, NEVER MEASURED: milliseconds of one layer on an H100 SXM, one sequence, %d heads in %d "
+        "PREDICTED, from counts alone: milliseconds of one layer on an H100 SXM, one sequence, %d heads in %d "
         "groups of dimension %d\n"
         "assumed: %d multiprocessors at %.2f GHz; mma.sync at 62 %% of %.1f TFLOP/s; %.2f TB/s of memory, %.2f "
         "of L2; 128 bytes of shared memory, 16 exponentials, 4 instructions a cycle; dev/bench/predict.h says "
@@ -441,7 +445,7 @@ inline void print_step_prediction(const std::map<std::string, OperationTime>& ti
                                   std::FILE* out) {
     if (s.D != 64 && s.D != 128) return;
     std::fprintf(out,
-                 "\nPREDICTED for an H100 SXM, never measured: products at %.0f %% of %.1f TFLOP/s, %.2f TB/s of "
+                 "\nPREDICTED for an H100 SXM, from counts alone: products at %.0f %% of %.1f TFLOP/s, %.2f TB/s of "
                  "memory, %.2f of L2, %.0f us a launch\n",
                  100 * CUBLAS_SHARE, H100_FLOPS * 1e-12, H100_BYTES * 1e-12, H100_L2_BYTES * 1e-12,
                  1e6 * LAUNCH_SECONDS);

@@ -108,8 +108,8 @@ struct CudaEngine : EngineTypes<Cuda> {
     static constexpr double SIGMOID_AT_LEAST = 0;
     static constexpr bool ADDS_TERM_BY_TERM = false;
     // The running sum is rescaled when the maximum grows: at most once per 16 bytes that a thread reads, in 5 steps of
-    // a warp and once for each of 16 warps. Each is a product with an exponential, 5u, and an addition.
-    static double rescaling_of_classifier(int V) { return 6 * Num::u * (V / 512.0 + 1 + 5 + 16); }
+    // a warp and once for each of 32 warps. Each is a product with an exponential, 5u, and an addition.
+    static double rescaling_of_classifier(int V) { return 6 * Num::u * (V / 1024.0 + 1 + 5 + 32); }
     template <class Dev = Cuda>
     static std::unique_ptr<Dev> open() {
         auto dev = std::make_unique<Dev>(0, TEST_WORKSPACE);
