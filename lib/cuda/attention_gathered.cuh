@@ -34,8 +34,8 @@ struct SelectedChoice {
 // In words, for the log.
 inline std::string describe(const SelectedChoice& c, const NsaShape& s) {
     return format_text(
-        "selected branch by %s: %.0f tokens visit %.1f of %d tiles of keys together; gathering their rows has an "
-        "estimated cost of %.2f of that of masked tiles",
+        "selected branch by %s, dK and dV by gathered rows: %.0f tokens visit %.1f of %d tiles of keys together; "
+        "gathering their rows has an estimated cost of %.2f of that of masked tiles",
         ATTENTION_KERNELS[c.gather ? GATHERED_ROWS_KERNEL : TENSOR_CORES_KERNEL].words, double(c.tile_tokens),
         double(c.tile_blocks), (s.first + s.queries + 64 - 1) / 64, double(c.cost));
 }

@@ -399,6 +399,8 @@ struct RunReport {
     double begun = 0;                             // seconds_now() when the run was ready
     double started = 0, last_report = 0;          // when its first step began, when the last one was reported
     double last_printed = 0;                      // when the last line of a step was printed
+    double unprinted_seconds = 0;                 // of the steps since then
+    int64_t unprinted_steps = 0;
     double last_val_loss = 0, last_recall = -1;
     int64_t first_step = 0;  // a resumed run begins here
     int ranks = 1;
@@ -446,12 +448,18 @@ struct RunReport {
     void print_step(const StepResult& s, double seconds, double peak_gpu_mib, bool last) {
         log->line(log->text, format_text("s:%lld trl:%.6f lr:%.6e norm:%.4f", (long long)s.step, s.loss, s.lr, s.norm));
         log->line(log->json, step_json(s, seconds, peak_gpu_mib));
+        unprinted_seconds += seconds, unprinted_steps++;
         const bool due = log_every ? s.step % log_every == 0 : seconds_now() >= last_printed + 1;
         if (!due && s.step != first_step + 1 && s.step != steps && !last && !s.is_bad()) return;
         last_printed = seconds_now();
         const double left = (last_report - started) / double(s.step - first_step) * double(steps - s.step);
+        // The mean since the line before: a GPU's host runs ahead, so by its clock the last of several steps takes no
+        // time.
+        const double mean = unprinted_seconds / double(unprinted_steps);
+        unprinted_seconds = 0, unprinted_steps = 0;
         std::printf("step %04lld | loss %.4f | lr %.2e | toks/s %.0f | grad_norm %.2f | %.0f ms | eta %s\n",
-                    (long long)s.step, s.loss, s.lr, speed.back(), s.norm, seconds * 1e3, duration_text(left).c_str());
+                    (long long)s.step, s.loss, s.lr, double(total_batch) / mean, s.norm, mean * 1e3,
+                    duration_text(left).c_str());
         std::fflush(stdout);
     }
 
