@@ -384,7 +384,7 @@ __device__ inline void load_logits(float (&x)[W], const cuda_real* row, int v0, 
 constexpr int CLASSIFIER_THREADS = 1024;
 
 template <int W>
-__global__ void __launch_bounds__(CLASSIFIER_THREADS, 2)
+__global__ void __launch_bounds__(CLASSIFIER_THREADS)
     classifier_kernel(float* losses, cuda_real* logits, const int32_t* targets, float dloss, bool want_gradient, int V,
                       int Vp) {
     SHARED(Softmax, of_warps, [CLASSIFIER_THREADS / 32]);
