@@ -335,12 +335,18 @@ struct Cpu : HostRuntime, HostOptimiser<real_> {
     // ----- compression, paper eq. 7: a learnable phi makes one key or value of l neighbouring ones.
     //     phi(X_i) = mean over the l rows + fc2 silu(fc1 X_i + bias),  X_i = tokens i*d .. i*d + l - 1, flattened
     using Phi = PhiOf<real>;
-    using PhiGradients = PhiOf<Grad>;
-    // out [B, G, NC, D] = phi(blocks of k [B, G, T, D]), rotated to position i*d if `rotated`; hidden [B, G, NC, F],
-    // the values before the SiLU, is for the backward pass. Computes the blocks that end inside this call's positions.
-    // Values come with s.of_values().
-    void compress_forward(real* out, real* hidden, const real* k, const Phi& phi, bool rotated, const NsaShape& s) {
+    using Phis = PhisOf<real>;
+    using PhiGradients = PhisOf<Grad>;
+    // out = the compressed keys [B, G, NC, D] and values [B, G, NC, Dv] of k and v [B, G, T, ...]; hidden [2, B, G, NC,
+    // F], the values before the SiLU, is for the backward pass.
+    void compress_forward(real* out, real* hidden, const real* k, const real* v, const Phis& phi, const NsaShape& s) {
         const ProfileRange range("compression");
+        const size_t rows = s.cmp_rows();
+        compress_heads(out, hidden, k, phi.k, true, s);
+        compress_heads(out + rows * s.D, hidden + rows * s.F, v, phi.v, false, s.of_values());
+    }
+    // One of the two; keys are rotated to position i*d. Computes the blocks that end inside this call's positions.
+    void compress_heads(real* out, real* hidden, const real* k, const Phi& phi, bool rotated, const NsaShape& s) {
         if (rotated) rope.prepare(s);
         if constexpr (in_tiles) tiles.compress_forward(gemm, out, hidden, k, phi, s);
         if (in_tiles && !rotated) return;
@@ -367,10 +373,16 @@ struct Cpu : HostRuntime, HostOptimiser<real_> {
             for (int x = 0; x < s.D; x++) out[x] += factor(phi.fc2[size_t(x) * s.F + f]) * factor(active);
         }
     }
-    // dk [B, G, T, D] =, dphi +=, from dout [B, G, NC, D], which is turned back in place. Training shapes.
-    void compress_backward(real* dk, const PhiGradients& dphi, real* dout, const real* hidden, const real* k,
-                           const Phi& phi, bool rotated, const NsaShape& s) {
+    // dk and dv =, dphi +=, from dout, whose keys are turned back in place. Training shapes.
+    void compress_backward(real* dk, real* dv, const PhiGradients& dphi, real* dout, const real* hidden, const real* k,
+                           const real* v, const Phis& phi, const NsaShape& s) {
         const ProfileRange range("compression");
+        const size_t rows = s.cmp_rows();
+        compress_heads_backward(dk, dphi.k, dout, hidden, k, phi.k, true, s);
+        compress_heads_backward(dv, dphi.v, dout + rows * s.D, hidden + rows * s.F, v, phi.v, false, s.of_values());
+    }
+    void compress_heads_backward(real* dk, const PhiOf<Grad>& dphi, real* dout, const real* hidden, const real* k,
+                                 const Phi& phi, bool rotated, const NsaShape& s) {
         if (rotated) rope.prepare(s);
         const int NC = s.cmp_capacity();
         for (size_t row = 0; rotated && row < s.cmp_rows(); row++)
@@ -383,8 +395,8 @@ struct Cpu : HostRuntime, HostOptimiser<real_> {
         }
     }
     // dX [l, D] +=, dphi +=, from dout [D] and hidden [F]
-    void compress_block_backward(real* dX, const PhiGradients& dphi, const real* dout, const real* hidden,
-                                 const real* X, const Phi& phi, const NsaShape& s) const {
+    void compress_block_backward(real* dX, const PhiOf<Grad>& dphi, const real* dout, const real* hidden, const real* X,
+                                 const Phi& phi, const NsaShape& s) const {
         const int width = s.l * s.D;
         for (int m = 0; m < width; m++) dX[m] += dout[m % s.D] / s.l;  // the mean
         for (int f = 0; f < s.F; f++) {

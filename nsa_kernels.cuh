@@ -1002,46 +1002,51 @@ __global__ void __launch_bounds__(NORMED_WARPS * 32, 8)
 // ---------------------------------------------------------------------------------------------------------------------
 // Compression. Scratch matrices are packed: row bg*count + i is block begin + i of (sequence, group) bg.
 //
+// Keys and values are computed together where their heads are equally wide: then (sequence, group) bg counts through
+// the keys and goes on through the values. Of phi's launches, which are short, there are half as many.
+//
 // A block of l tokens is `parts` = l/d chunks of d tokens, each of which is part of as many blocks. So fc1 [F, l*D] is
 // read as [F*parts, d*D], and one product gives what each chunk adds in every place that it can have in a block: column
 // f*parts + p of a chunk's row, for the block that begins p chunks earlier.
 
 // hidden [B, G, NC, F] = the sum of its chunks' columns + bias, activated [B*G*count, F] = silu(hidden). chunks [B*G *
-// (count + parts - 1), F*parts], from chunk `begin` on. One thread per element.
+// (count + parts - 1), F*parts], from chunk `begin` on. One thread per element. `groups` (sequence, group)s have the
+// bias; those behind them have the one that is `next` elements further on.
 __global__ void compress_activate_kernel(cuda_real* hidden, cuda_real* activated, const float* chunks,
-                                         const cuda_real* bias, int rows, int count, int begin, int NC, int F,
-                                         int parts) {
+                                         const cuda_real* bias, size_t next, size_t groups, int rows, int count,
+                                         int begin, int NC, int F, int parts) {
     const size_t i = thread_index();
     if (i >= size_t(rows) * F) return;
-    const size_t row = i / F;
+    const size_t row = i / F, bg = row / count;
     const size_t f = i % F;
-    const size_t at = (row / count * NC + begin + row % count) * F + f;
-    const float* part = chunks + ((row + row / count * (parts - 1)) * F + f) * parts;
+    const size_t at = (bg * NC + begin + row % count) * F + f;
+    const float* part = chunks + ((row + bg * (parts - 1)) * F + f) * parts;
     float sum = 0;
     for (int p = 0; p < parts; p++) sum += part[size_t(p) * F * parts + p];
-    hidden[at] = cuda_real(sum + float(bias[f]));
+    hidden[at] = cuda_real(sum + float(bias[bg < groups ? f : next + f]));
     const float h = float(hidden[at]);
     activated[i] = cuda_real(h * sigmoid(h));
 }
-// out [B, G, NC, D] = mean of the block's l tokens + sum, rotated, if asked, by the angles at the block's first token.
-// sum [B*G*count, D]; one thread per pair.
-__global__ void compress_output_kernel(cuda_real* out, const float* sum, const cuda_real* k, Rope rope, bool rotated,
-                                       int rows, int count, int begin, int NC, NsaShape s) {
-    const int pairs = s.D / 2;
+// out [B, G, NC, D] = mean of the block's l tokens + sum, the first rotated_rows rows of it rotated by the angles at
+// the block's first token. sum [B*G*count, D]; k [B, G, T, D], of which (sequence, group)s from B*G on are `next`
+// elements further on; one thread per pair.
+__global__ void compress_output_kernel(cuda_real* out, const float* sum, const cuda_real* k, size_t next, Rope rope,
+                                       int rotated_rows, int rows, int count, int begin, int NC, NsaShape s) {
+    const int pairs = s.D / 2, groups = s.B * s.G;
     const size_t index = thread_index();
     if (index >= size_t(rows) * pairs) return;
-    const size_t row = index / pairs, bg = row / count;
-    const int x = int(index % pairs), block = begin + int(row % count);
-    const cuda_real* tokens = k + (bg * s.T + size_t(block) * s.d) * s.D;
+    const int row = int(index / pairs), bg = row / count;
+    const int x = int(index % pairs), block = begin + row % count;
+    const cuda_real* tokens = k + (bg < groups ? 0 : next) + (size_t(bg % groups) * s.T + size_t(block) * s.d) * s.D;
     float low[1] = {0}, high[1] = {0};
     for (int i = 0; i < s.l; i++) {
         low[0] += float(tokens[size_t(i) * s.D + x]);
         high[0] += float(tokens[size_t(i) * s.D + pairs + x]);
     }
-    low[0] = low[0] / s.l + sum[row * s.D + x];
-    high[0] = high[0] / s.l + sum[row * s.D + pairs + x];
-    if (rotated) rope.rotate(low, high, block * s.d, x, s.D, +1);
-    cuda_real* to = out + (bg * NC + block) * s.D;
+    low[0] = low[0] / s.l + sum[size_t(row) * s.D + x];
+    high[0] = high[0] / s.l + sum[size_t(row) * s.D + pairs + x];
+    if (row < rotated_rows) rope.rotate(low, high, block * s.d, x, s.D, +1);
+    cuda_real* to = out + (size_t(bg) * NC + block) * s.D;
     to[x] = cuda_real(low[0]);
     to[pairs + x] = cuda_real(high[0]);
 }
@@ -1078,15 +1083,17 @@ __global__ void compress_dchunks_kernel(cuda_real* dchunks, cuda_real* activated
         dchunks[i * parts + p] = cuda_real(gradient);
     }
 }
-// dk [B, G, T, D] = sum (the gradient through fc1) + a token's share in the means of the blocks that hold it. D is a
-// multiple of WIDE, since the products before this want it so.
-__global__ void __launch_bounds__(256)
-    compress_dk_kernel(cuda_real* dk, const float* sum, const cuda_real* dout, size_t rows, int NC, NsaShape s) {
+// dk [B, G, T, D] = sum (the gradient through fc1) + a token's share in the means of the blocks that hold it;
+// (sequence, group)s from B*G on are `next` elements further on. D is a multiple of WIDE, since the products before
+// this want it so.
+__global__ void __launch_bounds__(256) compress_dk_kernel(cuda_real* dk, size_t next, const float* sum,
+                                                          const cuda_real* dout, size_t rows, int NC, NsaShape s) {
     constexpr int W = WIDE;
     const size_t row = row_index();
     if (row >= rows) return;
     // fewer than 2^32 rows, as in RowPlace
-    const int bg = int(unsigned(row) / unsigned(s.T)), t = int(unsigned(row) % unsigned(s.T));
+    const int bg = int(unsigned(row) / unsigned(s.T)), t = int(unsigned(row) % unsigned(s.T)), groups = s.B * s.G;
+    cuda_real* const to = dk + (bg < groups ? 0 : next) + (size_t(bg % groups) * s.T + t) * s.D;
     const int first = t < s.l ? 0 : (t - s.l) / s.d + 1, end = min(NC, t / s.d + 1);
     const float share = 1.0f / s.l;  // exact where l is a power of two
     for (int x = threadIdx.x % ROW_LANES * W; x < s.D; x += ROW_LANES * W) {
@@ -1097,7 +1104,7 @@ __global__ void __launch_bounds__(256)
         }
         load(a, sum + row * s.D + x);
         for (int k = 0; k < W; k++) a[k] += mean[k] * share;
-        store(dk + row * s.D + x, a);
+        store(to + x, a);
     }
 }
 
@@ -2021,65 +2028,112 @@ struct Cuda : CudaOptimiser {
     }
 
     // ----- compression, paper eq. 7, with phi(X_i) = mean over the l rows + fc2 silu(fc1 X_i + bias).
-    using Phi = PhiOf<real>;
-    using PhiGradients = PhiOf<Grad>;
-    // out [B, G, NC, D] = phi(blocks of k [B, G, T, D]), rotated by the angles at position i*d if asked; hidden [B, G,
-    // NC, F] before the SiLU. Computes the blocks that end inside this call's positions, from the products of fc1 with
-    // their chunks. Values come with s.of_values().
-    void compress_forward(real* out, real* hidden, const real* k, const Phi& phi, bool rotated, const NsaShape& s) {
-        const ProfileRange range("compression");
+    using Phis = PhisOf<real>;
+    using PhiGradients = PhisOf<Grad>;
+    // Keys, values, or both.
+    struct HeadsToCompress {
+        const real* k;  // [B, G, T, D]
+        size_t next;    // elements from the keys to the values
+        Phis phi;
+        int sets;      // 2: keys and values
+        bool rotated;  // the first set is keys
+    };
+    void compress_heads(real* out, real* hidden, const HeadsToCompress& in, const NsaShape& s) {
         const int D = s.D, F = s.F, begin = s.cmp_blocks(s.first), count = s.cmp_blocks(s.first + s.queries) - begin,
-                  NC = s.cmp_capacity(), groups = s.B * s.G, rows = groups * count;
+                  NC = s.cmp_capacity(), groups = s.B * s.G, rows = groups * count, sets = in.sets;
         if (count <= 0) return;
-        const kernels::Rope rope = rotated ? prepare_rope(s) : kernels::Rope{};
+        const kernels::Rope rope = in.rotated ? prepare_rope(s) : kernels::Rope{};
         const int parts = s.l / s.d, chunks = count + parts - 1, width = s.d * D;
-        float *of_chunks = scratch<float>(0, size_t(groups) * chunks * F * parts),
-              *out_sum = scratch<float>(1, size_t(rows) * D);
-        real* activated = scratch<real>(2, size_t(rows) * F);
-        gemm_nt({chunks, F * parts, width}, k + size_t(begin) * width, size_t(width), phi.fc1, size_t(width), nullptr,
-                of_chunks, size_t(F) * parts, {groups, size_t(s.T) * D, 0, size_t(chunks) * F * parts});
-        launch<kernels::compress_activate_kernel>(blocks_for(size_t(rows) * F, 256), 256, 0, stream, hidden, activated,
-                                                  (const float*)of_chunks, (const real*)phi.bias, rows, count, begin,
-                                                  NC, F, parts);
-        gemm_nt({rows, D, F}, activated, size_t(F), phi.fc2, size_t(F), nullptr, out_sum, size_t(D));
-        launch<kernels::compress_output_kernel>(blocks_for(size_t(rows) * D / 2, 128), 128, 0, stream, out,
-                                                (const float*)out_sum, k, rope, rotated, rows, count, begin, NC, s);
+        const size_t columns = size_t(F) * parts, size = size_t(groups) * chunks * columns;
+        float *of_chunks = scratch<float>(0, sets * size), *out_sum = scratch<float>(1, size_t(sets) * rows * D);
+        real* activated = scratch<real>(2, size_t(sets) * rows * F);
+        // the products of fc1 with the chunks: one where the chunks of all sequences and groups follow each other
+        const bool packed = chunks * s.d == s.T;
+        for (int set = 0; set < (packed ? 1 : sets); set++)
+            gemm_nt({packed ? groups * chunks : chunks, int(columns), width},
+                    in.k + set * in.next + size_t(begin) * width, size_t(width), in.phi.k.fc1 + set * in.phi.to_v_fc1(),
+                    size_t(width), nullptr, of_chunks + set * size, columns,
+                    packed ? Batch{sets, in.next, in.phi.to_v_fc1(), size}
+                           : Batch{groups, size_t(s.T) * D, 0, size_t(chunks) * columns});
+        launch<kernels::compress_activate_kernel>(
+            blocks_for(size_t(sets) * rows * F, 256), 256, 0, stream, hidden, activated, (const float*)of_chunks,
+            (const real*)in.phi.k.bias, in.phi.to_v_bias(), size_t(groups), sets * rows, count, begin, NC, F, parts);
+        gemm_nt({rows, D, F}, activated, size_t(F), in.phi.k.fc2, size_t(F), nullptr, out_sum, size_t(D),
+                {sets, size_t(rows) * F, in.phi.to_v_fc2(), size_t(rows) * D});
+        launch<kernels::compress_output_kernel>(blocks_for(size_t(sets) * rows * D / 2, 128), 128, 0, stream, out,
+                                                (const float*)out_sum, in.k, in.next, rope, in.rotated ? rows : 0,
+                                                sets * rows, count, begin, NC, s);
     }
-    // dk [B, G, T, D] =, dphi +=, from dout [B, G, NC, D] (rotated back in place). Training shapes.
-    void compress_backward(real* dk, const PhiGradients& dphi, real* dout, const real* hidden, const real* k,
-                           const Phi& phi, bool rotated, const NsaShape& s) {
-        const ProfileRange range("compression");
-        const int D = s.D, F = s.F, NC = s.cmp_capacity(), groups = s.B * s.G, rows = groups * NC;
-        if (NC == 0) return zero(dk, s.key_rows() * D);
-        const kernels::Rope rope = rotated ? prepare_rope(s) : kernels::Rope{};
-        const int parts = s.l / s.d, chunks = s.T / s.d, width = s.d * D, columns = F * parts;
-        const size_t size = size_t(rows) * F, tokens = size_t(s.T) * D, chunk_rows = size_t(groups) * chunks;
-        real *activated = scratch<real>(0, size), *dchunks = scratch<real>(1, chunk_rows * columns);
-        float* sums =
-            scratch<float>(2, std::max(size, groups * tokens));  // dactivated, then the gradient of the tokens
-        if (rotated)
+    void compress_heads_backward(real* dk, size_t next_dk, const PhiGradients& dphi, real* dout, const real* hidden,
+                                 const HeadsToCompress& in, const NsaShape& s) {
+        const int D = s.D, F = s.F, NC = s.cmp_capacity(), groups = s.B * s.G, rows = groups * NC, sets = in.sets;
+        const size_t tokens = s.key_rows() * D;  // of a set
+        for (int set = 0; NC == 0 && set < sets; set++) zero(dk + set * next_dk, tokens);
+        if (NC == 0) return;
+        const kernels::Rope rope = in.rotated ? prepare_rope(s) : kernels::Rope{};
+        const int parts = s.l / s.d, chunks = s.T / s.d, width = s.d * D, columns = F * parts,
+                  chunk_rows = groups * chunks;
+        const size_t size = size_t(rows) * F, of_chunks = size_t(chunk_rows) * columns;
+        real *activated = scratch<real>(0, sets * size), *dchunks = scratch<real>(1, sets * of_chunks);
+        float* sums = scratch<float>(2, sets * std::max(size, tokens));  // dactivated, then the tokens' gradient
+        if (in.rotated)
             launch<kernels::compress_rotate_back_kernel>(blocks_for(size_t(rows) * D / 2, 256), 256, 0, stream, dout,
                                                          rope, rows, NC, s.d, D);
         // dactivated = dout fc2
-        gemm_nn({rows, F, D}, dout, size_t(D), phi.fc2, size_t(F), nullptr, sums, size_t(F));
-        launch<kernels::compress_dchunks_kernel>(blocks_for(chunk_rows * F, 256), 256, 0, stream, dchunks, activated,
-                                                 (const float*)sums, hidden, int(chunk_rows), chunks, NC, F, parts);
+        gemm_nn({rows, F, D}, dout, size_t(D), in.phi.k.fc2, size_t(F), nullptr, sums, size_t(F),
+                {sets, size_t(rows) * D, in.phi.to_v_fc2(), size});
+        launch<kernels::compress_dchunks_kernel>(blocks_for(sets * size_t(chunk_rows) * F, 256), 256, 0, stream,
+                                                 dchunks, activated, (const float*)sums, hidden, sets * chunk_rows,
+                                                 chunks, NC, F, parts);
         // dfc2 += dout^T activated
-        gemm_tn({D, F, rows}, dout, size_t(D), activated, size_t(F), dphi.fc2, dphi.fc2, size_t(F));
-        add_column_sums<1>(dphi.bias, kernels::FirstPartOf{dchunks, parts}, int(chunk_rows), F);
-        // dfc1 += dchunks^T chunks: one product where the chunks of all sequences and groups follow each other
+        gemm_tn({D, F, rows}, dout, size_t(D), activated, size_t(F), dphi.k.fc2, dphi.k.fc2, size_t(F),
+                {sets, size_t(rows) * D, size, dphi.to_v_fc2()});
+        for (int set = 0; set < sets; set++)
+            add_column_sums<1>(dphi.k.bias + set * dphi.to_v_bias(),
+                               kernels::FirstPartOf{dchunks + set * of_chunks, parts}, chunk_rows, F);
+        // dfc1 += dchunks^T chunks; the tokens' gradient = dchunks fc1. One product each where the chunks of all
+        // sequences and groups follow each other; otherwise the last tokens of a sequence are in no chunk.
         const bool packed = s.T % s.d == 0;
-        for (int bg = 0; bg < (packed ? 1 : groups); bg++)
-            gemm_tn({columns, width, packed ? int(chunk_rows) : chunks}, dchunks + size_t(bg) * chunks * columns,
-                    size_t(columns), k + bg * tokens, size_t(width), dphi.fc1, dphi.fc1, size_t(width));
-        // the gradient of the tokens = dchunks fc1; the last ones may be in no chunk
-        if (!packed) zero(sums, groups * tokens);
-        gemm_nn({chunks, width, columns}, dchunks, size_t(columns), phi.fc1, size_t(width), nullptr, sums,
-                size_t(width), {groups, size_t(chunks) * columns, 0, tokens});
-        const size_t all_rows = s.key_rows();
+        const size_t sequence = size_t(s.T) * D, of_sequence = size_t(chunks) * columns;
+        if (!packed) zero(sums, sets * tokens);
+        for (int set = 0; set < (packed ? 1 : sets); set++) {
+            const real *from = dchunks + set * of_chunks, *k = in.k + set * in.next;
+            Grad* const dfc1 = dphi.k.fc1 + set * dphi.to_v_fc1();
+            for (int bg = 0; bg < (packed ? 1 : groups); bg++)
+                gemm_tn({columns, width, packed ? chunk_rows : chunks}, from + bg * of_sequence, size_t(columns),
+                        k + bg * sequence, size_t(width), dfc1, dfc1, size_t(width),
+                        {packed ? sets : 1, of_chunks, in.next, dphi.to_v_fc1()});
+            gemm_nn(
+                {packed ? chunk_rows : chunks, width, columns}, from, size_t(columns),
+                in.phi.k.fc1 + set * in.phi.to_v_fc1(), size_t(width), nullptr, sums + set * tokens, size_t(width),
+                packed ? Batch{sets, of_chunks, in.phi.to_v_fc1(), tokens} : Batch{groups, of_sequence, 0, sequence});
+        }
         check_aligned(reinterpret_cast<size_t>(dk), sizeof(real));
-        launch<kernels::compress_dk_kernel>(blocks_for(all_rows * kernels::ROW_LANES, 256), 256, 0, stream, dk,
+        const size_t all_rows = sets * s.key_rows();
+        launch<kernels::compress_dk_kernel>(blocks_for(all_rows * kernels::ROW_LANES, 256), 256, 0, stream, dk, next_dk,
                                             (const float*)sums, (const real*)dout, all_rows, NC, s);
+    }
+    // out = the compressed keys [B, G, NC, D], rotated by the angles at position i*d, and values [B, G, NC, Dv]; hidden
+    // [2, B, G, NC, F] before the SiLU. Computes the blocks that end inside this call's positions. Keys and values go
+    // together where their heads are as wide.
+    void compress_forward(real* out, real* hidden, const real* k, const real* v, const Phis& phi, const NsaShape& s) {
+        const ProfileRange range("compression");
+        const size_t rows = s.cmp_rows();
+        if (s.D == s.Dv()) return compress_heads(out, hidden, {k, size_t(v - k), phi, 2, true}, s);
+        compress_heads(out, hidden, {k, 0, {phi.k, phi.k}, 1, true}, s);
+        compress_heads(out + rows * s.D, hidden + rows * s.F, {v, 0, {phi.v, phi.v}, 1, false}, s.of_values());
+    }
+    // dk and dv =, dphi +=, from dout (whose keys are rotated back in place). Training shapes.
+    void compress_backward(real* dk, real* dv, const PhiGradients& dphi, real* dout, const real* hidden, const real* k,
+                           const real* v, const Phis& phi, const NsaShape& s) {
+        const ProfileRange range("compression");
+        const size_t rows = s.cmp_rows();
+        if (s.D == s.Dv())
+            return compress_heads_backward(dk, size_t(dv - dk), dphi, dout, hidden, {k, size_t(v - k), phi, 2, true},
+                                           s);
+        compress_heads_backward(dk, 0, {dphi.k, dphi.k}, dout, hidden, {k, 0, {phi.k, phi.k}, 1, true}, s);
+        compress_heads_backward(dv, 0, {dphi.v, dphi.v}, dout + rows * s.D, hidden + rows * s.F,
+                                {v, 0, {phi.v, phi.v}, 1, false}, s.of_values());
     }
 
     // ----- attention, by the kernels on tensor cores or by the plain ones.

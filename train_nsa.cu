@@ -91,6 +91,7 @@ struct LayerWeights {
 #define FIELD(field, ...) T* field = nullptr;
     LAYER_TENSORS(FIELD)
 #undef FIELD
+    PhisOf<T> phis() const { return {{phi_k_fc1, phi_k_bias, phi_k_fc2}, {phi_v_fc1, phi_v_bias, phi_v_fc2}}; }
 };
 
 template <class T>
@@ -439,7 +440,7 @@ void forward_layer(const Model<Dev>& model, Activations<Dev>& a, size_t i, const
     auto& acts = a.layer[i];
     const auto& w = model.w.layer[i];
     const int N = s.B * s.queries, C = int(a.C), M = int(a.M), Dv = s.Dv();
-    const size_t rows = s.query_rows(), kv = s.cmp_rows() * s.D, hidden = s.cmp_rows() * s.F;
+    const size_t rows = s.query_rows(), kv = s.cmp_rows() * s.D;
     typename Dev::real* x_next = i + 1 < a.layer.size() ? a.layer[i + 1].x : a.x_out;
     const auto h = a.heads(acts);
     const ProfileRange range = model.enter("forward", int64_t(i));
@@ -447,10 +448,7 @@ void forward_layer(const Model<Dev>& model, Activations<Dev>& a, size_t i, const
     dev.matmul_forward(acts.projected, acts.attn_normed, w.q_proj, nullptr, N, C, s.projected());  // and all joined
     dev.split_heads_forward(h, acts.projected, w.q_norm, s);
     if (!s.full) {
-        dev.compress_forward(acts.compressed, acts.phi_hidden, h.kv[K_CMP], {w.phi_k_fc1, w.phi_k_bias, w.phi_k_fc2},
-                             true, s);
-        dev.compress_forward(acts.compressed + kv, acts.phi_hidden + hidden, h.kv[V_CMP],
-                             {w.phi_v_fc1, w.phi_v_bias, w.phi_v_fc2}, false, s.of_values());
+        dev.compress_forward(acts.compressed, acts.phi_hidden, h.kv[K_CMP], h.kv[V_CMP], w.phis(), s);
         dev.attend_and_select(acts.o, acts.lse, again ? nullptr : acts.selection,
                               a.collect_statistics ? acts.chosen_importance : nullptr, acts.q, acts.compressed,
                               acts.compressed + kv, s);
@@ -576,7 +574,7 @@ void backward_branches(Model<Dev>& model, Activations<Dev>& a, size_t i) {
     const auto& dw = model.dw.layer[i];
     const auto h = a.heads(acts);
     const auto d = a.head_gradients();
-    const size_t rows = s.query_rows(), kv = s.cmp_rows() * s.D, hidden = s.cmp_rows() * s.F;
+    const size_t rows = s.query_rows(), kv = s.cmp_rows() * s.D;
 
     // attn = sum of gate * branch
     dev.attention_backward_rows(a.row_dot, a.lse_gated, a.dgate, a.dattn, acts.o, acts.gate, acts.lse, s);
@@ -592,11 +590,8 @@ void backward_branches(Model<Dev>& model, Activations<Dev>& a, size_t i) {
     branch_backward(SLC, d.kv[K_SLC], d.kv[V_SLC], h.kv[K_SLC], h.kv[V_SLC]);
     branch_backward(CMP, a.dcompressed, a.dcompressed + kv, acts.compressed, acts.compressed + kv);
     // compressed = phi(blocks of k_cmp), phi(blocks of v_cmp)
-    dev.compress_backward(d.kv[K_CMP], {dw.phi_k_fc1, dw.phi_k_bias, dw.phi_k_fc2}, a.dcompressed, acts.phi_hidden,
-                          h.kv[K_CMP], {w.phi_k_fc1, w.phi_k_bias, w.phi_k_fc2}, true, s);
-    dev.compress_backward(d.kv[V_CMP], {dw.phi_v_fc1, dw.phi_v_bias, dw.phi_v_fc2}, a.dcompressed + kv,
-                          acts.phi_hidden + hidden, h.kv[V_CMP], {w.phi_v_fc1, w.phi_v_bias, w.phi_v_fc2}, false,
-                          s.of_values());
+    dev.compress_backward(d.kv[K_CMP], d.kv[V_CMP], dw.phis(), a.dcompressed, acts.phi_hidden, h.kv[K_CMP], h.kv[V_CMP],
+                          w.phis(), s);
 }
 
 // Turns a.dx from the gradient of x_next into that of acts.x.

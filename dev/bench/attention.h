@@ -140,16 +140,15 @@ struct AttentionSet {
     Cuda::HeadGradients head_gradients() const {
         return {dq, {dkey(0), dkey(1), dkey(2), dkey(3), dkey(4), dkey(5)}, dgate};
     }
-    // The compressor of keys (0) or values (1): fc1, bias, fc2, each in whole 256 bytes, as in the model.
+    // The compressors: fc1, bias, fc2 of keys, then of values, each in whole 256 bytes, as in the model.
     size_t phi_part(size_t count) const { return (count + 127) / 128 * 128; }
     size_t phi_size() const {
         return phi_part(size_t(s.F) * s.l * s.D) + phi_part(size_t(s.F)) + phi_part(size_t(s.D) * s.F);
     }
     template <class T>
-    PhiOf<T> phi_at(T* p, int which) const {
-        p += size_t(which) * phi_size();
-        return {p, p + phi_part(size_t(s.F) * s.l * s.D),
-                p + phi_part(size_t(s.F) * s.l * s.D) + phi_part(size_t(s.F))};
+    PhisOf<T> phis_at(T* p) const {
+        T *const bias = p + phi_part(size_t(s.F) * s.l * s.D), *const fc2 = bias + phi_part(size_t(s.F));
+        return {{p, bias, fc2}, {p + phi_size(), bias + phi_size(), fc2 + phi_size()}};
     }
     // Each query gets its forced blocks, then as many others as it may take, of which 64 neighbours share common / of.
     static std::vector<uint32_t> selection(const NsaShape& s, uint64_t seed, int common, int of) {
@@ -214,7 +213,7 @@ inline std::vector<AttentionRow> time_attention(Timed<Cuda>& dev, const NsaShape
     std::vector<std::unique_ptr<AttentionSet>> sets;
     for (int i = 0; i < set_count; i++) sets.push_back(std::make_unique<AttentionSet>(dev, s, uint64_t(i + 1), model));
     std::vector<AttentionRow> rows;
-    const size_t n = s.query_rows(), D = size_t(s.D), kc = s.cmp_rows() * D, hidden = s.cmp_rows() * size_t(s.F);
+    const size_t n = s.query_rows(), D = size_t(s.D), kc = s.cmp_rows() * D;
     const double real = sizeof(Cuda::real);
     constexpr int NSA = NSA_SHARED | NSA_SCATTERED | NSA_TRAINED;
     // The engine's own functions, without the clocks of Timed.
@@ -270,10 +269,8 @@ inline std::vector<AttentionRow> time_attention(Timed<Cuda>& dev, const NsaShape
 
     // Gradients of heads and of compressed blocks exist only after the backward passes of the branches.
     const double split = split_heads_forward(s);
-    const double compressed = time([&](AttentionSet& x) {  // keys, then values
-        for (const int i : {0, 1})
-            dev.Cuda::compress_forward(x.compressed + i * kc, x.hidden + i * hidden, x.key(i ? V_CMP : K_CMP),
-                                       x.phi_at(x.phi, i), !i, s);
+    const double compressed = time([&](AttentionSet& x) {
+        dev.Cuda::compress_forward(x.compressed, x.hidden, x.key(K_CMP), x.key(V_CMP), x.phis_at(x.phi), s);
     });
     branch("compressed", CMP, s, nullptr, NSA);
     add("scores and choice", select_blocks_work(s, real), {}, NSA).us[0] =
@@ -303,14 +300,12 @@ inline std::vector<AttentionRow> time_attention(Timed<Cuda>& dev, const NsaShape
     dev.selected_kernel = asked;
     branch("window", WIN, s, nullptr, NSA);
     sum("gated sum, row terms", s, NSA);
-    const Work once[2] = {compress_forward_work(s, real), compress_backward_work(s, real)};
-    AttentionRow& phi = add("phi of keys and values", {2 * once[0].flops, 2 * once[0].bytes},
-                            {2 * once[1].flops, 2 * once[1].bytes}, NSA);
+    AttentionRow& phi =
+        add("phi of keys and values", compress_forward_work(s, real), compress_backward_work(s, real), NSA);
     phi.us[0] = compressed;
     phi.us[1] = time([&](AttentionSet& x) {
-        for (const int i : {0, 1})
-            dev.Cuda::compress_backward(x.dkey(i ? V_CMP : K_CMP), x.phi_at(x.dphi, i), x.dcompressed + i * kc,
-                                        x.hidden + i * hidden, x.key(i ? V_CMP : K_CMP), x.phi_at(x.phi, i), !i, s);
+        dev.Cuda::compress_backward(x.dkey(K_CMP), x.dkey(V_CMP), x.phis_at(x.dphi), x.dcompressed, x.hidden,
+                                    x.key(K_CMP), x.key(V_CMP), x.phis_at(x.phi), s);
     });
     AttentionRow& heads =
         add("split and rotated heads", split_heads_forward_work(s, real), split_heads_backward_work(s, real), NSA);

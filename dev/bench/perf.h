@@ -73,18 +73,19 @@ inline Work split_heads_backward_work(const NsaShape& s, double real) {
     work.bytes += (4 - real) * double(s.B) * s.queries * s.H * s.D;
     return work;
 }
-// phi, for keys or for values: fc1 and fc2 for each compressed block. Keys, compressed blocks, the hidden layer; fc1,
+// phi, for keys and for values: fc1 and fc2 for each compressed block. Keys, compressed blocks, the hidden layer; fc1,
 // bias, fc2
-inline double phi_weights(const NsaShape& s) { return double(s.F) * s.l * s.D + s.F + double(s.D) * s.F; }
+inline double phi_weights(const NsaShape& s) { return 2 * (double(s.F) * s.l * s.D + s.F + double(s.D) * s.F); }
 inline Work compress_forward_work(const NsaShape& s, double real) {
-    const double rows = double(s.cmp_rows());
+    const double rows = 2 * double(s.cmp_rows());
     return {2 * rows * s.F * (double(s.l) * s.D + s.D),
-            real * (double(s.key_rows()) * s.D + rows * (s.D + s.F) + phi_weights(s))};
+            real * (2 * double(s.key_rows()) * s.D + rows * (s.D + s.F) + phi_weights(s))};
 }
-// Two products for each of the forward's. The forward's arrays, dk, and the weights' fp32 gradients read and written
+// Two products for each of the forward's. The forward's arrays, dk, dv, and the weights' fp32 gradients read and
+// written
 inline Work compress_backward_work(const NsaShape& s, double real) {
     const Work forward = compress_forward_work(s, real);
-    return {2 * forward.flops, forward.bytes + real * double(s.key_rows()) * s.D + 2 * 4 * phi_weights(s)};
+    return {2 * forward.flops, forward.bytes + 2 * real * double(s.key_rows()) * s.D + 2 * 4 * phi_weights(s)};
 }
 // The branches' outputs, their sum; the gates
 inline Work combine_forward_work(const NsaShape& s, double real) {
@@ -303,15 +304,15 @@ struct Timed : Dev {
         clock("split_heads_backward", split_heads_backward_work(s, sizeof(real)),
               [&] { Dev::split_heads_backward(dprojected, dgains, d, gains, s); });
     }
-    void compress_forward(real* out, real* hidden, const real* k, const typename Dev::Phi& phi, bool rotated,
+    void compress_forward(real* out, real* hidden, const real* k, const real* v, const typename Dev::Phis& phi,
                           const NsaShape& s) {
         clock("compress_forward", compress_forward_work(s, sizeof(real)),
-              [&] { Dev::compress_forward(out, hidden, k, phi, rotated, s); });
+              [&] { Dev::compress_forward(out, hidden, k, v, phi, s); });
     }
-    void compress_backward(real* dk, const typename Dev::PhiGradients& dphi, real* dout, const real* hidden,
-                           const real* k, const typename Dev::Phi& phi, bool rotated, const NsaShape& s) {
+    void compress_backward(real* dk, real* dv, const typename Dev::PhiGradients& dphi, real* dout, const real* hidden,
+                           const real* k, const real* v, const typename Dev::Phis& phi, const NsaShape& s) {
         clock("compress_backward", compress_backward_work(s, sizeof(real)),
-              [&] { Dev::compress_backward(dk, dphi, dout, hidden, k, phi, rotated, s); });
+              [&] { Dev::compress_backward(dk, dv, dphi, dout, hidden, k, v, phi, s); });
     }
     static const char* branch_name(Branch b) { return b == CMP ? "compressed" : b == SLC ? "selected" : "window"; }
     static std::string branch_name(Branch b, const NsaShape& s) { return s.full ? "full attention" : branch_name(b); }

@@ -286,7 +286,7 @@ inline Prediction predict_branch(Branch branch, const NsaShape& s, bool backward
 inline Prediction predict_rest(const NsaShape& s, bool backward) {
     const Work phi = backward ? compress_backward_work(s, 2) : compress_forward_work(s, 2);
     Prediction p;
-    if (!s.full) p.add_floor({2 * phi.flops, 2 * phi.bytes});
+    if (!s.full) p.add_floor(phi);
     p.add_floor(backward ? split_heads_backward_work(s, 2) : split_heads_forward_work(s, 2));
     p.add_floor(backward ? attention_backward_rows_work(s, 2) : combine_forward_work(s, 2));
     return p;
@@ -382,7 +382,7 @@ constexpr OperationCounts OPERATIONS[] = {{"product", 1, 0, 0},
                                           {"split_heads_forward", 1, 0, 0},
                                           {"split_heads_backward", 1, 0, 0},
                                           {"compress_forward", 4, 0, 0},
-                                          {"compress_backward", 8.5, 0, 0},
+                                          {"compress_backward", 11, 0, 0},
                                           {"select_blocks", 1, 0, 0},
                                           {"combine_forward", 1, 196, 64},
                                           {"attention_backward_rows", 1, 671, 64},

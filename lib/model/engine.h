@@ -112,8 +112,8 @@ struct Formats {
     NEEDS_TYPE(Sum);            // of sums over the batch or over all parameters: double or float
     NEEDS_TYPE(Heads);          // {real* q; real* kv[HEAD_SLOTS]; Stat* gate}, see split_heads_forward
     NEEDS_TYPE(HeadGradients);  // {Stat* q; real* kv[HEAD_SLOTS]; Stat* gate}
-    NEEDS_TYPE(Phi);            // {real *fc1, *bias, *fc2}: [F, l*D], [F], [D, F]
-    NEEDS_TYPE(PhiGradients);   // the same of Grad
+    NEEDS_TYPE(Phis);           // PhisOf<real>: of keys and values, {real *fc1, *bias, *fc2}: [F, l*D], [F], [D, F]
+    NEEDS_TYPE(PhiGradients);   // PhisOf<Grad>
     NEEDS_TYPE(HostCopies);     // see CopiesMembers
 
     NEEDS_NUMBER(has_master);   // constexpr bool: master is an array of its own, from which param is rounded
@@ -132,7 +132,7 @@ struct Members : Formats<Dev> {
     using Sum = typename Dev::Sum;
     using Heads = typename Dev::Heads;
     using HeadGradients = typename Dev::HeadGradients;
-    using Phi = typename Dev::Phi;
+    using Phis = typename Dev::Phis;
     using PhiGradients = typename Dev::PhiGradients;
     using Hyper = HyperAdamWOf<Sum>;
 
@@ -204,16 +204,16 @@ struct Members : Formats<Dev> {
     NEEDS(void, split_heads_backward,
           (real * dprojected, Grad* dgains, HeadGradients d, const real* gains, const NsaShape& s));
 
-    // ----- compression. out [B, G, NC, D] = mean + fc2 silu(fc1 X + bias) of every block X of l tokens, d apart, of k
-    // [B, G, T, D], turned to position i*d if `rotated`; hidden [B, G, NC, F] = before the SiLU. NC = s.cmp_capacity().
-    // Values come with s.of_values(), whose D is their Dv, and are not turned.
+    // ----- compression. out = the compressed keys [B, G, NC, D], then the values [B, G, NC, Dv]: mean + fc2 silu(fc1 X
+    // + bias) of every block X of l tokens, d apart, of k [B, G, T, D] and v [B, G, T, Dv]; keys are turned to position
+    // i*d. hidden [2, B, G, NC, F] = before the SiLU. NC = s.cmp_capacity(). v is behind k in one allocation.
     // Only the blocks that end within positions first .. first+queries-1: there may be none.
     NEEDS(void, compress_forward,
-          (real * out, real* hidden, const real* k, const Phi& phi, bool rotated, const NsaShape& s));
-    // dk =, dphi +=, from dout, which may be written over. NC may be 0: then dk = 0. Training shapes.
+          (real * out, real* hidden, const real* k, const real* v, const Phis& phi, const NsaShape& s));
+    // dk and dv =, dphi +=, from dout, which may be written over. NC may be 0: then dk and dv are 0. Training shapes.
     NEEDS(void, compress_backward,
-          (real * dk, const PhiGradients& dphi, real* dout, const real* hidden, const real* k, const Phi& phi,
-           bool rotated, const NsaShape& s));
+          (real * dk, real* dv, const PhiGradients& dphi, real* dout, const real* hidden, const real* k, const real* v,
+           const Phis& phi, const NsaShape& s));
 
     // ----- attention. out [B, H, queries, Dv] = softmax(q k^T / sqrt(D)) v over the keys that lib/model/visible.h
     // names for the branch; lse [B, H, queries] = ln of the denominator. No key: out 0, lse +infinity. k [B, G,

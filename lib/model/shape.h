@@ -122,6 +122,14 @@ template <class T>
 struct PhiOf {
     T *fc1, *bias, *fc2;  // [F, l*D], [F], [D, F]
 };
+// Those of keys and of values. The values' arrays lie behind the keys', each in one allocation with its like.
+template <class T>
+struct PhisOf {
+    PhiOf<T> k, v;
+    size_t to_v_fc1() const { return size_t(v.fc1 - k.fc1); }
+    size_t to_v_bias() const { return size_t(v.bias - k.bias); }
+    size_t to_v_fc2() const { return size_t(v.fc2 - k.fc2); }
+};
 
 // What stands between the two matrices of the MLP: x sigmoid(x), or the square of what is above 0. phi has SiLU always.
 enum Activation { SILU, RELU2 };

@@ -62,8 +62,8 @@ class OpenCl {
     using Sum = float;
     using In = const float*;
     using Hyper = HyperAdamWOf<float>;
-    using Phi = PhiOf<float>;
-    using PhiGradients = PhiOf<float>;
+    using Phis = PhisOf<float>;
+    using PhiGradients = PhisOf<float>;
     struct Heads {
         float *q, *kv[HEAD_SLOTS], *gate;
     };
@@ -290,7 +290,11 @@ class OpenCl {
     }
 
     // ----- compression
-    void compress_forward(float* out, float* hidden, In k, const Phi& phi, bool rotated, const NsaShape& s) {
+    void compress_forward(float* out, float* hidden, In k, In v, const Phis& phi, const NsaShape& s) {
+        compress_heads(out, hidden, k, phi.k, true, s);
+        compress_heads(out + s.cmp_rows() * s.D, hidden + s.cmp_rows() * s.F, v, phi.v, false, s.of_values());
+    }
+    void compress_heads(float* out, float* hidden, In k, const PhiOf<float>& phi, bool rotated, const NsaShape& s) {
         const int begin = s.cmp_blocks(s.first), count = s.cmp_blocks(s.first + s.queries) - begin;
         if (count <= 0) return;
         const int rows = s.B * s.G * count, NC = s.cmp_capacity();
@@ -305,8 +309,14 @@ class OpenCl {
              size_t(s.B) * s.G);
         if (rotated) over(rows * D / 2, "turn_blocks", out, rope_of(s), 1.0f, begin, count, NC, s);
     }
-    void compress_backward(float* dk, const PhiGradients& dphi, float* dout, In hidden, In k, const Phi& phi,
-                           bool rotated, const NsaShape& s) {
+    void compress_backward(float* dk, float* dv, const PhiGradients& dphi, float* dout, In hidden, In k, In v,
+                           const Phis& phi, const NsaShape& s) {
+        compress_heads_backward(dk, dphi.k, dout, hidden, k, phi.k, true, s);
+        compress_heads_backward(dv, dphi.v, dout + s.cmp_rows() * s.D, hidden + s.cmp_rows() * s.F, v, phi.v, false,
+                                s.of_values());
+    }
+    void compress_heads_backward(float* dk, const PhiOf<float>& dphi, float* dout, In hidden, In k,
+                                 const PhiOf<float>& phi, bool rotated, const NsaShape& s) {
         const int NC = s.cmp_capacity(), rows = s.B * s.G * NC;
         const size_t D = size_t(s.D), F = size_t(s.F), width = s.l * D;
         if (rows == 0) return zero(dk, s.key_rows() * D);

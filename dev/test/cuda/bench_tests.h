@@ -215,16 +215,16 @@ TEST(cuda_bench_counts_beside_attention) {
             CHECK_EQUAL(attention_backward_rows_work(s, real).bytes,
                         branches * wide + wide + (full ? 3 : 15) * statistic);
             if (full) continue;
-            // phi: for each block that fits, F sums of l D products, and D sums of F.
+            // phi, of keys and of values: for each block that fits, F sums of l D products, and D sums of F.
             double products = 0, blocks = 0;
             for (int sequence = 0; sequence < s.B * s.G; sequence++)
                 for (int begin = 0; begin + s.l <= T; begin += s.d) blocks++, products += s.F * (s.l * s.D) + s.D * s.F;
-            const double weights = s.F * s.l * s.D + s.F + s.D * s.F;
-            CHECK_EQUAL(compress_forward_work(s, real).flops, 2 * products);
-            CHECK_EQUAL(compress_forward_work(s, real).bytes, narrow + real * (blocks * s.D + blocks * s.F + weights));
-            CHECK_EQUAL(compress_backward_work(s, real).flops, 2 * 2 * products);
-            CHECK_EQUAL(compress_backward_work(s, real).bytes,
-                        2 * narrow + real * (blocks * s.D + blocks * s.F + weights) + 2 * 4 * weights);
+            const double weights = s.F * s.l * s.D + s.F + s.D * s.F,
+                         arrays = narrow + real * (blocks * s.D + blocks * s.F + weights);
+            CHECK_EQUAL(compress_forward_work(s, real).flops, 2 * (2 * products));
+            CHECK_EQUAL(compress_forward_work(s, real).bytes, 2 * arrays);
+            CHECK_EQUAL(compress_backward_work(s, real).flops, 2 * (2 * 2 * products));
+            CHECK_EQUAL(compress_backward_work(s, real).bytes, 2 * (arrays + narrow + 2 * 4 * weights));
         }
 }
 namespace bench_tests {
@@ -416,8 +416,7 @@ TEST(cuda_bench_attention_runs) {
                                                       total.us[pass] / found[WHOLE_FULL].us[pass])) !=
                           std::string::npos);
             }
-        CHECK_EQUAL(found["phi of keys and values"].work[1].flops,
-                    2 * compress_backward_work(s, sizeof(Cuda::real)).flops);
+        CHECK_EQUAL(found["phi of keys and values"].work[1].flops, compress_backward_work(s, sizeof(Cuda::real)).flops);
         CHECK_EQUAL(found["full: split and rotated heads"].work[0].bytes,
                     split_heads_forward_work(full, sizeof(Cuda::real)).bytes);
         CHECK_EQUAL(found["full: attention"].work[0].flops, 4.0 * s.D * B * s.H * T * (T + 1) / 2);
@@ -675,9 +674,8 @@ TEST(cuda_bench_step_runs) {
     CHECK_EQUAL(times.at("attention_forward, window").calls, c.layers);
     CHECK_EQUAL(times.at("split_heads_forward").bytes,
                 c.layers * split_heads_forward_work(shape_of(c, 1, 64), sizeof(Cuda::real)).bytes);
-    // keys and values
     CHECK_EQUAL(times.at("compress_backward").flops,
-                2 * c.layers * compress_backward_work(shape_of(c, 1, 64), sizeof(Cuda::real)).flops);
+                c.layers * compress_backward_work(shape_of(c, 1, 64), sizeof(Cuda::real)).flops);
     CHECK_EQUAL(times.at("classifier").bytes, 2 * N * Vp * sizeof(Cuda::real));  // logits read, gradients written
 }
 #if defined(CUDA_ON_CPU) && !defined(PRECISION_FP32)
@@ -775,8 +773,9 @@ static double training_gib(Cuda& dev, const Config& c, const std::string& name) 
     for (const Branch branch : {CMP, SLC, WIN})
         for (const bool backward : {false, true})
             scratch = std::max(scratch, attention_workspace_bytes(branch, s, SelectedKernel::GATHER, backward));
-    // of compress_backward
-    scratch += 2 * s.key_rows() * s.D * sizeof(float) + s.cmp_rows() * s.F * (sizeof(float) + 2 * sizeof(uint16_t));
+    // of compress_backward: the tokens' gradient, activated and the chunks' columns, of keys and values
+    const size_t columns = s.key_rows() / size_t(s.d) * size_t(s.F * (s.l / s.d));
+    scratch += 2 * (s.key_rows() * s.D * sizeof(float) + (s.cmp_rows() * s.F + columns) * sizeof(uint16_t));
     const double GiB = double(size_t(1) << 30),
                  per_parameter = 2 + 4 + 4 + 2 * 4;  // bf16, its master, gradient, two moments
     const double fixed = (double(TensorTable(c).total) * per_parameter + double(Cuda::WORKSPACE)) / GiB;

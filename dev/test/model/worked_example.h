@@ -30,7 +30,7 @@ struct WorkedExample {
         const size_t width = size_t(s.l * s.D), rows = s.query_rows();
         std::vector<double> fc1(width), bias(1), fc2(size_t(s.D)), hidden(s.cmp_rows()), out(rows * size_t(s.D));
         kc.resize(s.cmp_rows() * size_t(s.D)), lse.resize(rows), selection.resize(size_t(s.T * s.selection_words()));
-        engine.compress_forward(kc.data(), hidden.data(), k.data(), {fc1.data(), bias.data(), fc2.data()}, false, s);
+        engine.compress_heads(kc.data(), hidden.data(), k.data(), {fc1.data(), bias.data(), fc2.data()}, false, s);
         engine.attention_forward(CMP, out.data(), lse.data(), q.data(), kc.data(), kc.data(), nullptr, s);
         engine.select_blocks(selection.data(), nullptr, q.data(), kc.data(), lse.data(), s);
     }

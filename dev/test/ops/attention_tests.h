@@ -240,29 +240,39 @@ struct HostPhi {
           bias(E::random_reals(random, size_t(s.F))),
           fc2(E::random_reals(random, size_t(s.D) * s.F)) {}
 };
+// Arrays of keys and of values as an engine gets them: in one allocation, and between them numbers that nobody may use.
+constexpr size_t BETWEEN_HEADS = 8;
+template <class Values>
+Values joined(const Values& k, const Values& v) {
+    Values both = k;
+    both.insert(both.end(), BETWEEN_HEADS, std::numeric_limits<typename Values::value_type>::quiet_NaN());
+    both.insert(both.end(), v.begin(), v.end());
+    return both;
+}
+template <class Values>
+Values slice_of(const Values& all, size_t begin, size_t count) {
+    return Values(all.begin() + long(begin), all.begin() + long(begin + count));
+}
+// The values' part of joined() arrays, of which the keys have so many.
+template <class Values>
+Values behind(const Values& both, size_t keys) {
+    return slice_of(both, keys + BETWEEN_HEADS, both.size() - keys - BETWEEN_HEADS);
+}
 
+// gradients: dk, dfc1, dbias, dfc2, from dout and hidden; before: the last three as they were. Keys are rotated, values
+// not.
 template <class E>
-void check_compress_backward(typename E::Dev& dev, const NsaShape& s, bool rotated, Random& random,
-                             const typename E::Values& k, const HostPhi<E>& phi) {
+void check_compress_gradients(const std::vector<typename E::Values>& gradients, const HostPhi<E>& before,
+                              const typename E::Values& dout, const typename E::Values& hidden,
+                              const typename E::Values& k, const HostPhi<E>& phi, bool rotated, const NsaShape& s) {
     using Num = typename E::Num;
     using Sum = typename E::Sum;
-    using Values = typename E::Values;
     const int NC = oracle::blocks(s.T, s), D = s.D, F = s.F, width = s.l * D;
     const size_t groups = size_t(s.B) * s.G;
-    const Values dout = E::random_reals(random, groups * NC * D), hidden = E::random_reals(random, groups * NC * F);
-    const Values dfc1 = E::random_values(random, phi.fc1.size()), dbias = E::random_values(random, phi.bias.size()),
-                 dfc2 = E::random_values(random, phi.fc2.size());
-    const auto gradients = in_every_order<E>([&]() -> std::vector<Values> {
-        Reals<E> in(dev, k), fc1(dev, phi.fc1), bias(dev, phi.bias), fc2(dev, phi.fc2), d(dev, dout), h(dev, hidden),
-            dk(dev, k.size());
-        Stats<E> d1(dev, dfc1), db(dev, dbias), d2(dev, dfc2);
-        dev.compress_backward(dk, {d1, db, d2}, d, h, in, {fc1, bias, fc2}, rotated, s);
-        return {dk.host(), d1.host(), db.host(), d2.host()};
-    });
-    std::vector<Sum> sum_dk(k.size()), sum_d1(dfc1.size()), sum_db(dbias.size()), sum_d2(dfc2.size());
-    for (size_t i = 0; i < dfc1.size(); i++) sum_d1[i].add(dfc1[i]);
-    for (size_t i = 0; i < dbias.size(); i++) sum_db[i].add(dbias[i]);
-    for (size_t i = 0; i < dfc2.size(); i++) sum_d2[i].add(dfc2[i]);
+    std::vector<Sum> sum_dk(k.size()), sum_d1(phi.fc1.size()), sum_db(phi.bias.size()), sum_d2(phi.fc2.size());
+    for (size_t i = 0; i < sum_d1.size(); i++) sum_d1[i].add(before.fc1[i]);
+    for (size_t i = 0; i < sum_db.size(); i++) sum_db[i].add(before.bias[i]);
+    for (size_t i = 0; i < sum_d2.size(); i++) sum_d2[i].add(before.fc2[i]);
     for (size_t bg = 0; bg < groups; bg++)
         for (int block = 0; block < NC; block++) {
             const size_t at = (bg * s.T + size_t(block) * s.d) * D;
@@ -291,33 +301,46 @@ void check_compress_backward(typename E::Dev& dev, const NsaShape& s, bool rotat
     CHECK_ARRAY(gradients[3], oracle::numbers(sum_d2), D, F);
 }
 template <class E>
-void check_compress(typename E::Dev& dev, const NsaShape& s, bool rotated) {
+void check_compress_backward(typename E::Dev& dev, const NsaShape& s, Random& random, const typename E::Values& k,
+                             const typename E::Values& v, const HostPhi<E>& phi_k, const HostPhi<E>& phi_v) {
+    using Values = typename E::Values;
+    const NsaShape of_v = s.of_values();
+    const size_t rows = size_t(s.B) * s.G * oracle::blocks(s.T, s), keys = rows * s.D;
+    const Values dout = E::random_reals(random, rows * (s.D + s.Dv())),
+                 hidden = E::random_reals(random, 2 * rows * s.F);
+    const HostPhi<E> before_k(random, s), before_v(random, of_v);
+    const auto all = in_every_order<E>([&]() -> std::vector<Values> {
+        Reals<E> in(dev, joined(k, v)), fc1(dev, joined(phi_k.fc1, phi_v.fc1)),
+            bias(dev, joined(phi_k.bias, phi_v.bias)), fc2(dev, joined(phi_k.fc2, phi_v.fc2)), d(dev, dout),
+            h(dev, hidden), dk(dev, in.count);
+        Stats<E> d1(dev, joined(before_k.fc1, before_v.fc1)), db(dev, joined(before_k.bias, before_v.bias)),
+            d2(dev, joined(before_k.fc2, before_v.fc2));
+        const size_t to_v = k.size() + BETWEEN_HEADS, to_fc1 = phi_k.fc1.size() + BETWEEN_HEADS,
+                     to_bias = size_t(s.F) + BETWEEN_HEADS, to_fc2 = phi_k.fc2.size() + BETWEEN_HEADS;
+        dev.compress_backward(dk, dk + to_v, {{d1, db, d2}, {d1 + to_fc1, db + to_bias, d2 + to_fc2}}, d, h, in,
+                              in + to_v, {{fc1, bias, fc2}, {fc1 + to_fc1, bias + to_bias, fc2 + to_fc2}}, s);
+        CHECK_EQUAL(dk.unwritten(), long(BETWEEN_HEADS));
+        return {dk.host(), d1.host(), db.host(), d2.host()};
+    });
+    std::vector<Values> of_keys, of_values;
+    for (size_t i = 0; i < 4; i++) {
+        const size_t count[] = {k.size(), phi_k.fc1.size(), phi_k.bias.size(), phi_k.fc2.size()};
+        of_keys.push_back(slice_of(all[i], 0, count[i]));
+        of_values.push_back(behind(all[i], count[i]));
+    }
+    check_compress_gradients<E>(of_keys, before_k, slice_of(dout, 0, keys), slice_of(hidden, 0, rows * s.F), k, phi_k,
+                                true, s);
+    check_compress_gradients<E>(of_values, before_v, slice_of(dout, keys, rows * s.Dv()),
+                                slice_of(hidden, rows * s.F, rows * s.F), v, phi_v, false, of_v);
+}
+// out and hidden: those of blocks begin .. end-1.
+template <class E>
+void check_compressed(const typename E::Values& out, const typename E::Values& out_hidden, int begin, int end,
+                      const typename E::Values& k, const HostPhi<E>& phi, bool rotated, const NsaShape& s) {
     using Num = typename E::Num;
     using Sum = typename E::Sum;
-    using Values = typename E::Values;
-    if (s.D % E::COLUMNS || s.F % E::COLUMNS) return;
-    const ShapeReport report(s, E::name);
-    Random random(80);
-    const int NC = oracle::blocks(s.T, s), begin = oracle::blocks(s.first, s),
-              end = oracle::blocks(s.first + s.queries, s), D = s.D, F = s.F, width = s.l * D;
+    const int D = s.D, F = s.F, width = s.l * D;
     const size_t groups = size_t(s.B) * s.G;
-    const Values k = E::random_reals(random, groups * s.T * D);
-    const HostPhi<E> phi(random, s);
-    const auto rows_of = [&](const Values& whole, int columns) {  // the blocks of this call
-        Values rows;
-        for (size_t bg = 0; bg < groups; bg++)
-            for (size_t i = (bg * NC + begin) * columns; i < (bg * NC + end) * columns; i++) rows.push_back(whole[i]);
-        return rows;
-    };
-    const auto outputs = in_every_order<E>([&]() -> std::vector<Values> {
-        Reals<E> in(dev, k), fc1(dev, phi.fc1), bias(dev, phi.bias), fc2(dev, phi.fc2), out(dev, groups * NC * D),
-            hidden(dev, groups * NC * F);
-        dev.compress_forward(out, hidden, in, {fc1, bias, fc2}, rotated, s);
-        const long left = long(groups) * (NC - (end - begin));
-        CHECK_EQUAL(out.unwritten(), left * D);
-        CHECK_EQUAL(hidden.unwritten(), left * F);
-        return {rows_of(out.host(), D), rows_of(hidden.host(), F)};
-    });
     typename E::Nums expected, expected_hidden;
     for (size_t bg = 0; bg < groups; bg++)
         for (int block = begin; block < end; block++) {
@@ -342,9 +365,44 @@ void check_compress(typename E::Dev& dev, const NsaShape& s, bool rotated) {
             if (rotated) row = oracle::rope(row.data(), block * s.d, D, +1, s.rope_base);
             for (const Num& x : row) expected.push_back(E::stored(x));
         }
-    CHECK_ARRAY(outputs[0], expected, int(groups), end - begin, D);
-    CHECK_ARRAY(outputs[1], expected_hidden, int(groups), end - begin, F);
-    if (s.queries == s.T) check_compress_backward<E>(dev, s, rotated, random, k, phi);
+    CHECK_ARRAY(out, expected, int(groups), end - begin, D);
+    CHECK_ARRAY(out_hidden, expected_hidden, int(groups), end - begin, F);
+}
+template <class E>
+void check_compress(typename E::Dev& dev, const NsaShape& s) {
+    using Values = typename E::Values;
+    if (s.D % E::COLUMNS || s.Dv() % E::COLUMNS || s.F % E::COLUMNS) return;
+    const ShapeReport report(s, E::name);
+    Random random(80);
+    const int NC = oracle::blocks(s.T, s), begin = oracle::blocks(s.first, s),
+              end = oracle::blocks(s.first + s.queries, s), widths[] = {s.D, s.Dv(), s.F, s.F};
+    const size_t groups = size_t(s.B) * s.G, tokens = groups * s.T, rows = groups * NC;
+    const Values k = E::random_reals(random, tokens * s.D), v = E::random_reals(random, tokens * s.Dv());
+    const HostPhi<E> phi_k(random, s), phi_v(random, s.of_values());
+    const auto outputs = in_every_order<E>([&]() -> std::vector<Values> {
+        Reals<E> in(dev, joined(k, v)), fc1(dev, joined(phi_k.fc1, phi_v.fc1)),
+            bias(dev, joined(phi_k.bias, phi_v.bias)), fc2(dev, joined(phi_k.fc2, phi_v.fc2)),
+            out(dev, rows * (s.D + s.Dv())), hidden(dev, 2 * rows * s.F);
+        const size_t to_v = BETWEEN_HEADS;
+        dev.compress_forward(
+            out, hidden, in, in + k.size() + to_v,
+            {{fc1, bias, fc2}, {fc1 + phi_k.fc1.size() + to_v, bias + s.F + to_v, fc2 + phi_k.fc2.size() + to_v}}, s);
+        const long left = long(groups) * (NC - (end - begin));
+        CHECK_EQUAL(out.unwritten(), left * (s.D + s.Dv()));
+        CHECK_EQUAL(hidden.unwritten(), left * 2 * s.F);
+        const Values all = out.host(), all_hidden = hidden.host();
+        const Values whole[] = {slice_of(all, 0, rows * s.D), slice_of(all, rows * s.D, rows * s.Dv()),
+                                slice_of(all_hidden, 0, rows * s.F), slice_of(all_hidden, rows * s.F, rows * s.F)};
+        std::vector<Values> computed(4);  // the blocks of this call
+        for (size_t i = 0; i < 4; i++)
+            for (size_t bg = 0; bg < groups; bg++)
+                for (size_t x = (bg * NC + begin) * widths[i]; x < (bg * NC + end) * widths[i]; x++)
+                    computed[i].push_back(whole[i][x]);
+        return computed;
+    });
+    check_compressed<E>(outputs[0], outputs[2], begin, end, k, phi_k, true, s);
+    check_compressed<E>(outputs[1], outputs[3], begin, end, v, phi_v, false, s.of_values());
+    if (s.queries == s.T) check_compress_backward<E>(dev, s, random, k, v, phi_k, phi_v);
 }
 ENGINE_TEST(compress) {
     const auto dev = E::open();
@@ -352,14 +410,15 @@ ENGINE_TEST(compress) {
         with_parts({nsa_shape(2, 33, 2, 1, 8, 8, 4, 16, 3, 9), nsa_shape(1, 31, 1, 1, 8, 32, 16, 64, 3, 9),
                     nsa_shape(2, 32, 1, 1, 16, 32, 16, 64, 3, 9), nsa_shape(1, 70, 2, 1, 16, 16, 4, 16, 3, 9),
                     nsa_shape(1, 9, 1, 1, 8, 1, 1, 4, 3, 9), nsa_shape(1, 41, 1, 1, 8, 12, 4, 16, 3, 9),
-                    nsa_shape(2, 50, 1, 1, 8, 4, 4, 16, 3, 9), with_base(nsa_shape(2, 50, 1, 1, 8, 4, 4, 16, 3, 9))});
+                    nsa_shape(2, 50, 1, 1, 8, 4, 4, 16, 3, 9), with_base(nsa_shape(2, 50, 1, 1, 8, 4, 4, 16, 3, 9)),
+                    with_values(nsa_shape(2, 36, 2, 1, 16, 8, 4, 16, 3, 9), 8),
+                    with_values(nsa_shape(1, 33, 1, 1, 8, 8, 4, 16, 3, 9), 24)});
     for (const NsaShape& s : attention_shapes(true))
         if (E::FAST && s.T * s.D * s.l / s.d < 20000) shapes.push_back(s);
     shapes.push_back(nsa_shape(1, 100, 1, 1, 64, 32, 16, 64, 16, 512));  // the preset's l, d, D
     shapes.back().F = 24;
     for (const NsaShape& s : shapes)
-        for (const bool rotated : {false, true})
-            if (has_shape<E>(*dev, "compress", s)) check_compress<E>(*dev, s, rotated);
+        if (has_shape<E>(*dev, "compress", s)) check_compress<E>(*dev, s);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

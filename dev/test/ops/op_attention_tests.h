@@ -97,7 +97,7 @@ struct PhiBuffers {
         : fc1(size_t(s.F) * s.l * s.D, "fc1"), bias(size_t(s.F), "bias"), fc2(size_t(s.D) * s.F, "fc2") {}
     void fill(Random& random) { fc1.fill(random, 0.3), bias.fill(random), fc2.fill(random); }
     void zero() { fc1.zero(), bias.zero(), fc2.zero(); }
-    typename Cpu<real>::Phi phi() { return {fc1, bias, fc2}; }
+    PhiOf<real> phi() { return {fc1, bias, fc2}; }
 };
 
 // The inputs of attention_tests.h in guarded buffers.
@@ -212,8 +212,8 @@ void check_dense_equivalences() {
     PhiBuffers<real> phi(s);
     phi.fill(random), phi.fc2.zero();
     Buffer<real> kc(in.k[WIN].size(), "kc"), vc(kc.size(), "vc"), hidden(size_t(s.B) * s.G * s.T * s.F, "hidden");
-    cpu.compress_forward(kc, hidden, in.k[WIN], phi.phi(), true, s);
-    cpu.compress_forward(vc, hidden, in.v[WIN], phi.phi(), false, s);
+    cpu.compress_heads(kc, hidden, in.k[WIN], phi.phi(), true, s);
+    cpu.compress_heads(vc, hidden, in.v[WIN], phi.phi(), false, s);
     oracle::Numbers<real> turned;
     for (int row = 0; row < s.B * s.G * s.T; row++) {
         const oracle::Numbers<real> key = oracle::rope(in.k[WIN] + row * s.D, row % s.T, s.D, +1);

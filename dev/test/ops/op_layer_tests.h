@@ -155,12 +155,11 @@ TEST(op_gradient_compress) {
             PhiBuffers<double> phi(s), dphi(s);
             k.fill(random), phi.fill(random), weight.fill(random), dphi.zero();
             auto loss = [&] {
-                return cpu.compress_forward(out, hidden, k, phi.phi(), rotated, s),
-                       weigh(out.data(), weight, out.size());
+                return cpu.compress_heads(out, hidden, k, phi.phi(), rotated, s), weigh(out.data(), weight, out.size());
             };
             loss();
             std::copy_n(weight.data(), weight.size(), dout.data());
-            cpu.compress_backward(dk, dphi.phi(), dout, hidden, k, phi.phi(), rotated, s);
+            cpu.compress_heads_backward(dk, dphi.phi(), dout, hidden, k, phi.phi(), rotated, s);
             CHECK_GRADIENT(k, dk, loss);
             CHECK_GRADIENT(phi.fc1, dphi.fc1, loss);
             CHECK_GRADIENT(phi.bias, dphi.bias, loss);
