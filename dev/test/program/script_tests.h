@@ -701,6 +701,40 @@ TEST(run_comparison_of_arms) {
     CHECK(wrong.err.find("'nothing' is no arm: expected one of nsa, full, window") != std::string::npos);
 }
 
+// A trained model goes on with longer sequences: each way has its own best rate, and is measured at the longer length.
+TEST(run_extension) {
+    using namespace script_tests;
+    if (program::execute({"/usr/bin/env", "python3", "-c", ""}).status != 0) return skip("extension: no python3");
+    Comparison c;
+    const std::string plan = c.folder.file("plan.txt"), out = c.folder.file("out.json");
+    write_file(plan, "run nsa 0.01 1 1024\nrun nsa 0.01 2 1024\n");
+    CHECK_EQUAL(c.gpu_day(plan).status, 0);
+    const program::Result extended =
+        c.run("extend.py", {"--cache", c.folder.file("shards"), "--work", c.folder.file("work"), "--setting",
+                            c.folder.file("tiny.json"), "--program", program::path(), "--length", "256", "--tokens",
+                            "4096", "--out", out, "nsa_lr0.01"});
+    CHECK_EQUAL(extended.err, "");
+    CHECK_EQUAL(extended.status, 0);
+    const Json all = parse_json(read_file(out), out);
+    const std::string held_out = c.folder.file("shards/t_val_*.bin");
+    for (const auto& [way, length, base] :
+         {std::tuple{"T = 128, base 10000", 128, 10000}, std::tuple{"T = 256, base 40000", 256, 40000}}) {
+        const Json result = all.get(way, out);
+        const std::string rate = format_text("%g", result.number("rate", out));
+        for (const char* seed : {"1", "2"}) {
+            const std::string run = c.folder.file(format_text(
+                "work/extended/nsa_lr0.01_seed%s_tokens1024_T%d_base%d_lr%s", seed, length, base, rate.c_str()));
+            const Json options = parse_json(read_file(run + "/run.json"), run);
+            CHECK_EQUAL(options.integer("seq_len", run), int64_t(length));
+            CHECK_EQUAL(options.integer("rope_base", run), int64_t(base));
+            const program::Result evaluated = program::run(
+                {"eval", "--from", run, "--val-data", held_out, "--batch", "1", "--seq-len", "256", "--device", "cpu"});
+            const double loss = result.array("runs", out)[size_t(seed[0] - '1')].number("held_out_loss", out);
+            CHECK(evaluated.out.find(format_text("loss %.4f", loss)) != std::string::npos);
+        }
+    }
+}
+
 // Needles and hops: questions whose answers stand in the text, asked of a model that learnt nothing of them.
 TEST(run_needles) {
     using namespace script_tests;

@@ -1,0 +1,138 @@
+#!/usr/bin/env python3
+"""Lengthens the context of trained models: what another base of RoPE is worth, by the number of tokens in sight.
+
+    extend.py --cache CACHE --work FOLDER [--length 4096] [--tokens 262144] [--out FILE] RUN...
+
+RUN is a run that run.py has left in FOLDER, or an arm with its rate, as in a result's name up to _seed: then all its
+seeds. Each goes on with --tokens bytes that it has not seen, in sequences of --length, for each base of BASES; and, so
+that more training is not taken for longer context, in sequences as long as before with the base that it had. Rates are
+tried on the first run, doubled or halved until the best one lies inside, for each of these ways by itself; the others
+go on at the best. Losses are those of the held-out files at --length, before and after. It goes on where it was
+interrupted when it is started again, but for the step that was under way.
+"""
+import argparse
+import glob
+import json
+import os
+import subprocess
+import sys
+
+from arms import HERE, command_line, read_setting
+from run import MOST_DOUBLINGS, folders_of, read_evaluation
+
+BASES = [10000, 40000, 160000]
+RATES = [0.001, 0.002, 0.004]
+TOTAL_BATCH = 4096
+
+
+def command(words):
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"extend.py: {' '.join(words)}\n{done.stderr}")
+    return done.stdout
+
+
+class Extension:
+    def __init__(self, a):
+        self.a = a
+        self.setting = read_setting(a.setting)
+        self.machine = command_line(self.setting["machine"])
+
+    def evaluate(self, folder):
+        """The run's losses at --length, kept beside it."""
+        path = f"{folder}.at_{self.a.length}.json"
+        if not os.path.exists(path):
+            trained = self.setting["model"]["seq-len"]
+            held_out = f"{self.a.cache}/{self.setting['held_out']}".replace(f"_{trained}_", f"_{self.a.length}_")
+            text = command([self.a.program, "eval", "--from", folder, "--val-data", held_out, "--batch", "1",
+                            "--seq-len", str(self.a.length)] + self.machine)
+            with open(path + ".new", "w") as file:
+                json.dump(read_evaluation(text), file)
+            os.rename(path + ".new", path)
+        with open(path) as file:
+            return json.load(file)
+
+    def unseen(self, run):
+        """The shards behind those that the run was trained on, where the setting says how long a shard is; else all."""
+        if "shard_samples" not in self.setting:
+            return f"{self.a.cache}/{self.setting['train']}"
+        with open(f"{run}/run.json") as file:
+            seen = len(glob.glob(json.load(file)["data"]))
+        count = -(-self.a.tokens // (self.setting["shard_samples"] * self.setting["model"]["seq-len"]))
+        shards = sorted(glob.glob(f"{self.a.cache}/{self.setting['train']}"))[seen:seen + count]
+        if len(shards) < count:
+            sys.exit(f"extend.py: {self.a.cache} has no {count} training shards behind the {seen} of {run}")
+        folder = f"{self.a.cache}/from_{seen}_on_{count}"
+        os.makedirs(folder, exist_ok=True)
+        for shard in shards:
+            link = f"{folder}/{os.path.basename(shard)}"
+            if not os.path.lexists(link):
+                os.symlink(shard, link)
+        return f"{folder}/*.bin"
+
+    def lengthen(self, run, length, base, rate):
+        """The held-out losses of the run that goes on so."""
+        folder = f"{self.a.work}/extended/{os.path.basename(run)}_T{length}_base{base}_lr{rate:g}"
+        if not os.path.exists(f"{folder}.at_{self.a.length}.json"):
+            options = {"init-from": run, "out": folder, "seq-len": length, "rope-base": base, "batch": 1,
+                       "data": self.unseen(run), "total-batch": TOTAL_BATCH, "steps": self.a.tokens // TOTAL_BATCH,
+                       "warmup": 5, "lr": rate, "optimizer": "muon", "sample-tokens": 0, "keep": 1}
+            command(["rm", "-rf", folder])
+            command([self.a.program] + command_line(options) + self.machine)
+        return self.evaluate(folder)
+
+    def sweep(self, run, length, base):
+        """The best rate of this way."""
+        rates = list(RATES)
+        while True:
+            losses = {rate: self.lengthen(run, length, base, rate)["held_out_loss"] for rate in rates}
+            best = min(rates, key=losses.get)
+            if best not in (min(rates), max(rates)) or len(rates) >= len(RATES) + MOST_DOUBLINGS:
+                break
+            rates.append(best / 2 if best == min(rates) else best * 2)
+        print(f"T = {length}, base {base}: " + ", ".join(f"{r:g}: {losses[r]:.4f}" for r in sorted(rates)), flush=True)
+        return best, losses
+
+
+def line(name, rate, evaluations):
+    losses = [e["held_out_loss"] for e in evaluations]
+    mean = [f"{sum(e['by_position'][i][2] for e in evaluations) / len(evaluations):.3f}"
+            for i in range(len(evaluations[0]["by_position"]))]
+    cells = [name, f"{rate:g}" if rate else "", f"**{sum(losses) / len(losses):.4f}**",
+             f"{min(losses):.4f} to {max(losses):.4f} ({len(losses)})"] + mean
+    print("| " + " | ".join(cells) + " |", flush=True)
+
+
+def main():
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--cache", required=True, help="corpus.py's folder")
+    arguments.add_argument("--work", required=True, help="run.py's folder of runs")
+    arguments.add_argument("--setting", default=f"{HERE}/small.json")
+    arguments.add_argument("--program", default=f"{HERE}/../../../train_nsa")
+    arguments.add_argument("--length", type=int, default=4096)
+    arguments.add_argument("--tokens", type=int, default=262144)
+    arguments.add_argument("--out", help="a JSON of all losses")
+    arguments.add_argument("runs", nargs="+", metavar="RUN")
+    a = arguments.parse_args()
+    a.cache, a.work = os.path.abspath(a.cache), os.path.abspath(a.work)
+    runs = [folder for name in a.runs for folder in folders_of(name, a.work)]
+    extension = Extension(a)
+    trained = extension.setting["model"]["seq-len"]
+    results = {"before": {"runs": [extension.evaluate(run) for run in runs]}}
+    for length, base in [(trained, BASES[0])] + [(a.length, base) for base in BASES]:
+        rate, losses = extension.sweep(runs[0], length, base)
+        results[f"T = {length}, base {base}"] = {
+            "rate": rate, "rates": {f"{r:g}": loss for r, loss in losses.items()},
+            "runs": [extension.lengthen(run, length, base, rate) for run in runs]}
+    ranges = [f"{first}..{last}" for first, last, _ in results["before"]["runs"][0]["by_position"]]
+    print("| " + " | ".join(["way", "rate", "loss", "lowest to highest (runs)"] + ranges) + " |")
+    print("|" + "---|" * (4 + len(ranges)))
+    for name, result in results.items():
+        line(name, result.get("rate"), result["runs"])
+    if a.out:
+        with open(a.out, "w") as file:
+            file.write(json.dumps({"runs": a.runs, "length": a.length, "tokens": a.tokens, **results}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
