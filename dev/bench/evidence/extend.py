@@ -18,7 +18,7 @@ import subprocess
 import sys
 
 from arms import HERE, command_line, read_setting
-from run import MOST_DOUBLINGS, folders_of, read_evaluation
+from run import MOST_DOUBLINGS, folders_of, read_evaluation, some_shards
 
 BASES = [10000, 40000, 160000]
 RATES = [0.001, 0.002, 0.004]
@@ -53,22 +53,10 @@ class Extension:
             return json.load(file)
 
     def unseen(self, run):
-        """The shards behind those that the run was trained on, where the setting says how long a shard is; else all."""
-        if "shard_samples" not in self.setting:
-            return f"{self.a.cache}/{self.setting['train']}"
+        """The shards behind those that the run was trained on."""
         with open(f"{run}/run.json") as file:
             seen = len(glob.glob(json.load(file)["data"]))
-        count = -(-self.a.tokens // (self.setting["shard_samples"] * self.setting["model"]["seq-len"]))
-        shards = sorted(glob.glob(f"{self.a.cache}/{self.setting['train']}"))[seen:seen + count]
-        if len(shards) < count:
-            sys.exit(f"extend.py: {self.a.cache} has no {count} training shards behind the {seen} of {run}")
-        folder = f"{self.a.cache}/from_{seen}_on_{count}"
-        os.makedirs(folder, exist_ok=True)
-        for shard in shards:
-            link = f"{folder}/{os.path.basename(shard)}"
-            if not os.path.lexists(link):
-                os.symlink(shard, link)
-        return f"{folder}/*.bin"
+        return some_shards(self.a.cache, self.setting, self.a.tokens, seen)
 
     def lengthen(self, run, length, base, rate):
         """The held-out losses of the run that goes on so."""

@@ -142,13 +142,18 @@ def folders_of(name, work):
     return found
 
 
-def first_shards(cache, setting, tokens):
-    """The shards that a run of so many tokens reads once, as a folder of links, so that an n-gram can read the same."""
+def some_shards(cache, setting, tokens, seen=0):
+    """The shards that a run of so many tokens reads once, behind the first `seen`, as a glob of a folder of links, so
+    that an n-gram can read the same. All where the setting does not say how long a shard is."""
+    if "shard_samples" not in setting:
+        return f"{cache}/{setting['train']}"
     count = -(-tokens // setting["shard_samples"] // setting["model"]["seq-len"])
-    shards = sorted(glob.glob(f"{cache}/{setting['train']}"))[:count]
+    shards = sorted(glob.glob(f"{cache}/{setting['train']}"))[seen:]
     if len(shards) < count:
-        sys.exit(f"run.py: {cache} has {len(shards)} training shards, {count} are needed: run corpus.py")
-    folder = f"{cache}/first_{count}"
+        sys.exit(f"run.py: {cache} has {len(shards)} training shards behind the first {seen}, {count} are needed: run "
+                 "corpus.py")
+    shards = shards[:count]
+    folder = f"{cache}/from_{seen}_on_{count}" if seen else f"{cache}/first_{count}"
     os.makedirs(folder, exist_ok=True)
     for shard in shards:
         link = f"{folder}/{os.path.basename(shard)}"
@@ -197,10 +202,7 @@ class Runner:
         with self.mutex:
             arm = self.arm(run.arm)
         training = self.setting["training"]
-        if "shard_samples" in self.setting:
-            data = first_shards(self.a.cache, self.setting, run.tokens)
-        else:
-            data = f"{self.a.cache}/{self.setting['train']}"
+        data = some_shards(self.a.cache, self.setting, run.tokens)
         return {**arm.options, **training, **self.setting["machine"], "data": data, "lr": run.rate, "seed": run.seed,
                 "steps": run.tokens // training["total-batch"], "sample-tokens": 0, "keep": 1, "stall-timeout": 100000}
 
