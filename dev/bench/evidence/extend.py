@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Lengthens the context of trained models: what another base of RoPE is worth, by the number of tokens in sight.
 
-    extend.py --cache CACHE --work FOLDER [--length 4096] [--tokens 262144] [--out FILE] RUN...
+    extend.py --cache CACHE --work FOLDER [--length 4096] [--tokens 262144] [--files 64] [--out FILE] RUN...
 
 RUN is a run that run.py has left in FOLDER, or an arm with its rate, as in a result's name up to _seed: then all its
 seeds. Each goes on with --tokens bytes that it has not seen, in sequences of --length, for each base of BASES; and, so
@@ -38,14 +38,17 @@ class Extension:
         self.setting = read_setting(a.setting)
         self.machine = command_line(self.setting["machine"])
 
+    def at_length(self, folder):
+        return f"{folder}.at_{self.a.length}_of_{self.a.files}.json"
+
     def evaluate(self, folder):
         """The run's losses at --length, kept beside it."""
-        path = f"{folder}.at_{self.a.length}.json"
+        path = self.at_length(folder)
         if not os.path.exists(path):
             trained = self.setting["model"]["seq-len"]
             held_out = f"{self.a.cache}/{self.setting['held_out']}".replace(f"_{trained}_", f"_{self.a.length}_")
             text = command([self.a.program, "eval", "--from", folder, "--val-data", held_out, "--batch", "1",
-                            "--seq-len", str(self.a.length)] + self.machine)
+                            "--eval-batches", str(self.a.files), "--seq-len", str(self.a.length)] + self.machine)
             with open(path + ".new", "w") as file:
                 json.dump(read_evaluation(text), file)
             os.rename(path + ".new", path)
@@ -61,7 +64,7 @@ class Extension:
     def lengthen(self, run, length, base, rate):
         """The held-out losses of the run that goes on so."""
         folder = f"{self.a.work}/extended/{os.path.basename(run)}_T{length}_base{base}_lr{rate:g}"
-        if not os.path.exists(f"{folder}.at_{self.a.length}.json"):
+        if not os.path.exists(self.at_length(folder)):
             options = {"init-from": run, "out": folder, "seq-len": length, "rope-base": base, "batch": 1,
                        "data": self.unseen(run), "total-batch": TOTAL_BATCH, "steps": self.a.tokens // TOTAL_BATCH,
                        "warmup": 5, "lr": rate, "optimizer": "muon", "sample-tokens": 0, "keep": 1}
@@ -99,6 +102,7 @@ def main():
     arguments.add_argument("--program", default=f"{HERE}/../../../train_nsa")
     arguments.add_argument("--length", type=int, default=4096)
     arguments.add_argument("--tokens", type=int, default=262144)
+    arguments.add_argument("--files", type=int, default=64, help="held out; the first so many")
     arguments.add_argument("--out", help="a JSON of all losses")
     arguments.add_argument("runs", nargs="+", metavar="RUN")
     a = arguments.parse_args()
