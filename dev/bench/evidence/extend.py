@@ -8,17 +8,19 @@ seeds. Each goes on with --tokens bytes that it has not seen, in sequences of --
 that more training is not taken for longer context, in sequences as long as before with the base that it had. Rates are
 tried on the first run, doubled or halved until the best one lies inside, for each of these ways by itself; the others
 go on at the best. Losses are those of the held-out files at --length, before and after. It goes on where it was
-interrupted when it is started again, but for the step that was under way.
+interrupted when it is started again; a run that was under way begins anew.
 """
 import argparse
 import glob
 import json
 import os
+import shutil
 import subprocess
 import sys
 
 from arms import HERE, command_line, read_setting
-from run import MOST_DOUBLINGS, folders_of, read_evaluation, some_shards
+from run import SEEDS, best_rate, folders_of, read_evaluation, some_shards
+from table import mean, print_rows
 
 BASES = [10000, 40000, 160000]
 RATES = [0.001, 0.002, 0.004]
@@ -68,30 +70,34 @@ class Extension:
             options = {"init-from": run, "out": folder, "seq-len": length, "rope-base": base, "batch": 1,
                        "data": self.unseen(run), "total-batch": TOTAL_BATCH, "steps": self.a.tokens // TOTAL_BATCH,
                        "warmup": 5, "lr": rate, "optimizer": "muon", "sample-tokens": 0, "keep": 1}
-            command(["rm", "-rf", folder])
+            shutil.rmtree(folder, ignore_errors=True)
             command([self.a.program] + command_line(options) + self.machine)
         return self.evaluate(folder)
 
-    def sweep(self, run, length, base):
-        """The best rate of this way."""
-        rates = list(RATES)
-        while True:
-            losses = {rate: self.lengthen(run, length, base, rate)["held_out_loss"] for rate in rates}
-            best = min(rates, key=losses.get)
-            if best not in (min(rates), max(rates)) or len(rates) >= len(RATES) + MOST_DOUBLINGS:
-                break
-            rates.append(best / 2 if best == min(rates) else best * 2)
-        print(f"T = {length}, base {base}: " + ", ".join(f"{r:g}: {losses[r]:.4f}" for r in sorted(rates)), flush=True)
+
+class Way:
+    """The losses at other rates of one run that goes on in one way, as best_rate() asks for them."""
+
+    def __init__(self, extension, run, length, base):
+        self.name = f"T = {length}, base {base}"
+        self.lengthen = lambda rate: extension.lengthen(run, length, base, rate)["held_out_loss"]
+
+    def loss(self, run):
+        return self.lengthen(run.rate)
+
+    def sweep(self, tokens):
+        """The best rate, and the loss at each that was tried."""
+        best, runs = best_rate(self.name, RATES, SEEDS[0], tokens, self)
+        losses = {run.rate: self.loss(run) for run in runs}
+        print(f"{self.name}: " + ", ".join(f"{rate:g}: {losses[rate]:.4f}" for rate in sorted(losses)), flush=True)
         return best, losses
 
 
-def line(name, rate, evaluations):
+def row(name, rate, evaluations):
     losses = [e["held_out_loss"] for e in evaluations]
-    mean = [f"{sum(e['by_position'][i][2] for e in evaluations) / len(evaluations):.3f}"
-            for i in range(len(evaluations[0]["by_position"]))]
-    cells = [name, f"{rate:g}" if rate else "", f"**{sum(losses) / len(losses):.4f}**",
-             f"{min(losses):.4f} to {max(losses):.4f} ({len(losses)})"] + mean
-    print("| " + " | ".join(cells) + " |", flush=True)
+    by_position = zip(*([loss for _, _, loss in e["by_position"]] for e in evaluations))
+    return [name, f"{rate:g}" if rate else "", f"**{mean(losses):.4f}**",
+            f"{min(losses):.4f} to {max(losses):.4f} ({len(losses)})"] + [f"{mean(l):.3f}" for l in by_position]
 
 
 def main():
@@ -99,7 +105,7 @@ def main():
     arguments.add_argument("--cache", required=True, help="corpus.py's folder")
     arguments.add_argument("--work", required=True, help="run.py's folder of runs")
     arguments.add_argument("--setting", default=f"{HERE}/small.json")
-    arguments.add_argument("--program", default=f"{HERE}/../../../train_nsa")
+    arguments.add_argument("--program", default="./train_nsa")
     arguments.add_argument("--length", type=int, default=4096)
     arguments.add_argument("--tokens", type=int, default=262144)
     arguments.add_argument("--files", type=int, default=64, help="held out; the first so many")
@@ -112,15 +118,14 @@ def main():
     trained = extension.setting["model"]["seq-len"]
     results = {"before": {"runs": [extension.evaluate(run) for run in runs]}}
     for length, base in [(trained, BASES[0])] + [(a.length, base) for base in BASES]:
-        rate, losses = extension.sweep(runs[0], length, base)
-        results[f"T = {length}, base {base}"] = {
+        way = Way(extension, runs[0], length, base)
+        rate, losses = way.sweep(a.tokens)
+        results[way.name] = {
             "rate": rate, "rates": {f"{r:g}": loss for r, loss in losses.items()},
             "runs": [extension.lengthen(run, length, base, rate) for run in runs]}
     ranges = [f"{first}..{last}" for first, last, _ in results["before"]["runs"][0]["by_position"]]
-    print("| " + " | ".join(["way", "rate", "loss", "lowest to highest (runs)"] + ranges) + " |")
-    print("|" + "---|" * (4 + len(ranges)))
-    for name, result in results.items():
-        line(name, result.get("rate"), result["runs"])
+    print_rows(["way", "rate", "loss", "lowest to highest (runs)"] + ranges,
+               [row(name, result.get("rate"), result["runs"]) for name, result in results.items()])
     if a.out:
         with open(a.out, "w") as file:
             file.write(json.dumps({"runs": a.runs, "length": a.length, "tokens": a.tokens, **results}) + "\n")
