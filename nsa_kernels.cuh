@@ -1192,8 +1192,8 @@ constexpr float MOST_GROWTH = 8;
 // A row's shift follows its largest score only when that exceeds it by more than 8: the quotient at the end is the
 // same, exponentials up to 2^8 and their sums are far from fp32's limits, and in most steps no sum has to be rescaled.
 // It starts at -FLT_MAX and so is always finite: infinity is never subtracted from infinity.
-template <Branch branch, int D, int M>
-__device__ inline void online_softmax(float (&p)[M][KEY_TILE / 8][4], float (&sums)[M][D / 8][4], float (&shift)[M][2],
+template <Branch branch, int D, int M, int N>
+__device__ inline void online_softmax(float (&p)[M][N][4], float (&sums)[M][D / 8][4], float (&shift)[M][2],
                                       float (&total)[M][2], const TileView& view, float scale) {
     float next[M][2];
     bool grown = false;
@@ -1203,7 +1203,7 @@ __device__ inline void online_softmax(float (&p)[M][KEY_TILE / 8][4], float (&su
         for (int i = 0; i < 2; i++) {
             float most = -INFINITY;
 #pragma unroll
-            for (int n = 0; n < KEY_TILE / 8; n++) most = fmaxf(most, fmaxf(p[m][n][2 * i], p[m][n][2 * i + 1]));
+            for (int n = 0; n < N; n++) most = fmaxf(most, fmaxf(p[m][n][2 * i], p[m][n][2 * i + 1]));
             most = row_max(most) * (scale * LOG2_E);
             next[m][i] = most > shift[m][i] + MOST_GROWTH && !view.hidden<branch>(m, i) ? most : shift[m][i];
             grown = grown || next[m][i] != shift[m][i];
@@ -1229,7 +1229,7 @@ __device__ inline void online_softmax(float (&p)[M][KEY_TILE / 8][4], float (&su
         for (int i = 0; i < 2; i++) {
             const float minus_shift = view.hidden<branch>(m, i) ? -INFINITY : -shift[m][i];
 #pragma unroll
-            for (int n = 0; n < KEY_TILE / 8; n++)
+            for (int n = 0; n < N; n++)
 #pragma unroll
                 for (int e = 2 * i; e < 2 * i + 2; e++) {
                     p[m][n][e] = exp2_approx(fmaf(p[m][n][e], scale * LOG2_E, minus_shift));
@@ -1242,17 +1242,17 @@ __device__ inline void online_softmax(float (&p)[M][KEY_TILE / 8][4], float (&su
 //
 // The budgets of this and the following kernels: cycles of an sm_90 multiprocessor for 16 rows and 64 keys (one head),
 // D = 64 / 128, by the inner loop's machine code and the rates in dev/bench/predict.h. The largest bounds the loop.
-//     mma 102 / 205, ldmatrix 64 / 256, exponentials 68 / 68, instructions 124 / 183, L2 87 / 174
+//     mma 102 / 205, ldmatrix 64 / 192, exponentials 68 / 72, instructions 124 / 179, L2 87 / 174
 template <Branch branch, int D>
-__global__ void __launch_bounds__(tile_threads<D>(), 256 / tile_threads<D>())
+__global__ void __launch_bounds__(MOST_TILE_THREADS<D, false>, 256 / MOST_TILE_THREADS<D, false>)
     attention_forward_kernel(bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v,
                              const uint32_t* selection, const SelectedChoice* choice, AttentionShape s) {
-    constexpr int M = row_pieces<D>();
+    constexpr int M = row_pieces<D, false>();
     if (branch == SLC && choice && choice->gather) return;
     QueryBlock<branch, D, false> block(q, nullptr, k, v, selection, s);
     const int first_tile = block.start(s);
     unsigned q_rows[M][D / 16][4];
-    load_rows<D>(q_rows, block.q_tile, block.first_row);
+    if (D <= 64) load_rows<D>(q_rows, block.q_tile, block.first_row);
     float sums[M][D / 8][4], shift[M][2], total[M][2];
     clear(sums);
 #pragma unroll
@@ -1264,11 +1264,16 @@ __global__ void __launch_bounds__(tile_threads<D>(), 256 / tile_threads<D>())
         }
 
     block.walk(first_tile, s, [&](const TileView& view, const bf16* k_tile, const bf16* v_tile) {
-        float p[M][KEY_TILE / 8][4] = {};
-        multiply_rows<D, M, KEY_TILE / 16>(p, q_rows, k_tile, 0);
-        if (view.masked) hide_keys<branch>(p, view, 0, block.ends, s);
-        online_softmax<branch, D>(p, sums, shift, total, view, s.scale);
-        multiply_add<D, M, KEY_TILE / 16>(sums, p, v_tile, 0);
+        constexpr int KEYS = D <= 64 ? KEY_TILE : COMPILED_GENERATION.forward_keys_128;
+#pragma unroll 1
+        for (int first = 0; first < KEY_TILE; first += KEYS) {
+            float p[M][KEYS / 8][4] = {};
+            if constexpr (D <= 64) multiply_rows<D, M, KEYS / 16>(p, q_rows, k_tile, first);
+            else multiply_rows<D, M, KEYS / 16>(p, block.q_tile, block.first_row, k_tile, first);
+            if (view.masked) hide_keys<branch>(p, view, first, block.ends, s);
+            online_softmax<branch, D>(p, sums, shift, total, view, s.scale);
+            multiply_add<D, M, KEYS / 16>(sums, p, v_tile, first);
+        }
     });
 
     const int lane = threadIdx.x % 32;
@@ -1297,10 +1302,10 @@ __global__ void __launch_bounds__(tile_threads<D>(), 256 / tile_threads<D>())
 // softmax.
 //     mma 154 / 307, ldmatrix 96 / 384, exponentials 64 / 64, instructions 114 / 182, L2 87 / 174
 template <Branch branch, int D>
-__global__ void __launch_bounds__(tile_threads<D>(), 256 / tile_threads<D>())
+__global__ void __launch_bounds__(MOST_TILE_THREADS<D, true>, 256 / MOST_TILE_THREADS<D, true>)
     attention_dq_kernel(BackwardArrays<bf16, float> d, InputArrays<bf16> in, const SelectedChoice* choice,
                         AttentionShape s) {
-    constexpr int M = row_pieces<D>(), KEYS = 16;  // keys at a time, as many as there are registers for
+    constexpr int M = row_pieces<D, true>(), KEYS = 16;  // keys at a time, as many as there are registers for
     if (branch == SLC && choice && choice->gather) return;
     QueryBlock<branch, D, true> block(in.q, d.dout, in.k, in.v, in.selection, s);
     const int first_tile = block.start(s);
@@ -1383,53 +1388,54 @@ __device__ inline float* sums_of_part(float* partial, int bg, int item, const At
     return partial + (tile * s.parts + item % s.parts) * 2 * KEY_TILE * D;
 }
 
-// dk [keys] = dS^T q / sqrt(D), dv [keys] = P'^T dout.  One block per tile of keys, which stay in registers, 32 in each
-// of 2 warps (D = 128: 16 in each of 4). partial [B*G, tiles of keys, parts, 2, KEY_TILE, D], where there is more than
-// one part. Single arguments in place of two structs: those cost registers that sm_100 and sm_120 do not have.
-//     of 16 keys and 64 rows: mma 205 / 410, ldmatrix 192 / 640, exponentials 64 / 64, instructions 129 / 223, L2 174 /
-//     347
+// dk [keys] = dS^T q / sqrt(D), dv [keys] = P'^T dout.  One block per dkdv_keys(), which stay in registers, 32 in each
+// warp (D = 128: 16). partial [B*G, tiles of keys, parts, 2, KEY_TILE, D], where there is more than one part. Single
+// arguments in place of two structs: those cost registers that sm_100 and sm_120 do not have. Of 16 keys and 64 rows,
+//     mma 205 / 410, ldmatrix 192 / 640, exponentials 64 / 64, instructions 129 / 223, L2 174 (selected 87) / 347
 template <Branch branch, int D>
-__global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
+__global__ void __launch_bounds__(dkdv_threads<D, dkdv_keys<branch, D>()>(),
+                                  256 / dkdv_threads<D, dkdv_keys<branch, D>()>())
     attention_dkdv_kernel(bf16* dk, bf16* dv, float* partial, const bf16* dout, const bf16* q, const bf16* k,
                           const bf16* v, const float* row_dot, const float* lse_gated, const uint32_t* selection,
                           AttentionShape s) {
-    constexpr int THREADS = dkdv_threads<D>();
+    constexpr int KEYS = dkdv_keys<branch, D>(), THREADS = dkdv_threads<D, KEYS>();
     // Early keys are seen by more queries and start first.
     const int parts = branch == CMP ? s.parts : 1, part = branch == CMP ? int(blockIdx.x) / s.batch_groups % parts : 0;
-    const int tile = int(blockIdx.x) / s.batch_groups / parts;
+    const int tile = int(blockIdx.x) / s.batch_groups / parts * (KEYS / KEY_TILE);
     const int bg = int(blockIdx.x) % s.batch_groups;
     const int first_key = tile * KEY_TILE;
     if (branch == CMP && part < first_part(tile, s)) return;
     DynamicShared shared;
-    TokenBuffers<branch, D> buffers(shared);
+    TokenBuffers<branch, D, KEYS> buffers(shared);
     buffers.copy_keys(k, v, bg, first_key, s);
     uint32_t* used = nullptr;
     if (branch == SLC) {
         used = shared.take<uint32_t>(tile_words(s.queries));
-        selection += size_t(bg) * s.queries * s.words;
-        find_used_token_tiles(used, selection, tile, s);
+        find_used_token_tiles<KEYS>(used, selection + size_t(bg) * s.queries * s.words, tile, s);
     }
     cp_async_wait<0>();
     __syncthreads();
-    WarpKeys<branch, D> keys;
+    WarpKeys<branch, D, KEYS> keys;
     keys.load(buffers.k_tile, buffers.v_tile, first_key);
+    __syncthreads();
 
     // there are fewer than 2^31 rows
-    const int H = s.G * s.heads;
-    const int q_row = bg * s.heads * s.queries;
-    const int dout_row = bg / s.G * s.queries * H + bg % s.G * s.heads;
+    const int first_token = bg * s.queries;  // in `selection`
+    const int dout_row = bg / s.G * s.queries * s.H + bg % s.G * s.heads;
     auto fetch = [&](int buffer, int token_tile, int head) {
         const int j0 = token_tile * KEY_TILE, to = buffer * KEY_TILE * D;
-        copy_tile<D, THREADS>(buffers.q_tiles + to, q + size_t(q_row + head * s.queries + j0) * D, D, s.queries - j0);
-        copy_tile<D, THREADS>(buffers.dout_tiles + to, dout + size_t(dout_row + j0 * H + head) * D, size_t(H) * D,
+        const int q_row = first_token * s.heads + head * s.queries;
+        copy_tile<D, THREADS>(buffers.q_tiles + to, q + size_t(q_row + j0) * D, D, s.queries - j0);
+        copy_tile<D, THREADS>(buffers.dout_tiles + to, dout + size_t(dout_row + j0 * s.H + head) * D, size_t(s.H) * D,
                               s.queries - j0);
         cp_async_commit();
-        const int j = j0 + int(threadIdx.x);
-        const bool query = buffers.rows.has_row() && j < s.queries;
-        buffers.rows.load(query, q_row + head * s.queries + j, lse_gated, row_dot);
-        if (branch == SLC && query)
-            buffers.rows.chosen = chosen_blocks(selection + size_t(token_tile) * KEY_TILE * s.words, threadIdx.x,
-                                                tile_blocks(tile, s), s);
+        const int j = j0 + buffers.rows.own_row();
+        buffers.rows.load(j < s.queries, q_row + j, lse_gated, row_dot);
+        if (branch == SLC && j < s.queries) {
+            const int same_tile = int(block_index_again()) / s.batch_groups * (KEYS / KEY_TILE);
+            buffers.rows.chosen = chosen_of_keys<KEYS>(selection + size_t(first_token + j0) * s.words,
+                                                       buffers.rows.own_row(), same_tile, s);
+        }
     };
     const TokenRange tokens = tokens_of_tile<branch>(first_key, part, s);
     const int end_tile = (tokens.end + KEY_TILE - 1) / KEY_TILE;
@@ -1672,27 +1678,11 @@ inline size_t attention_workspace_bytes(Branch branch, const NsaShape& s, Select
     });
     return pieces.used;
 }
-// Threads of a block that owns a tile of queries: as many warps as its rows fill.
-template <int D>
-inline unsigned query_tile_threads(const AttentionShape& a) {
-    constexpr int warp_rows = 16 * row_pieces<D>();
-    return unsigned((a.heads * a.tile_tokens + warp_rows - 1) / warp_rows * 32);
-}
-// Bytes of shared memory of a QueryBlock.
-template <Branch branch, int D>
-inline size_t query_block_bytes(const AttentionShape& a, bool backward) {
-    const size_t query_tile = size_t(a.query_rows) * D * sizeof(bf16), key_tiles = 2 * KEY_TILE * D * sizeof(bf16);
-    const size_t bytes = shared_bytes({key_tiles, key_tiles, query_tile, backward ? query_tile : 0,
-                                       branch == SLC ? tile_words(a.key_stride) * sizeof(uint32_t) : 0});
-    check_shared_bytes(bytes, D);
-    return bytes;
-}
-
 template <Branch branch, int D>
 inline void launch_attention_forward(bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v,
                                      const uint32_t* selection, const NsaShape& s, SelectedKernel asked,
                                      AttentionWorkspace workspace, cudaStream_t stream) {
-    const AttentionShape a = attention_shape(branch, s, 0);
+    const AttentionShape a = attention_shape(branch, s, 0, query_rows_of_device(D, false));
     const SelectedChoice* choice = nullptr;
     if constexpr (branch == SLC) {
         const SelectedKernel kernel = resolve_selected<D>(asked, s);
@@ -1701,9 +1691,9 @@ inline void launch_attention_forward(bf16* out, float* lse, const bf16* q, const
         if (kernel != SelectedKernel::TILES) launch_gather_forward<D>(out, lse, q, k, v, selection, s, choice, stream);
         if (kernel == SelectedKernel::GATHER) return;
     }
-    launch<attention_forward_kernel<branch, D>>(unsigned(a.tiles * a.batch_groups), query_tile_threads<D>(a),
-                                                query_block_bytes<branch, D>(a, false), stream, out, lse, q, k, v,
-                                                selection, choice, a);
+    launch<attention_forward_kernel<branch, D>>(
+        unsigned(a.tiles * a.batch_groups), QueryBlock<branch, D, false>::threads(a),
+        QueryBlock<branch, D, false>::bytes(a), stream, out, lse, q, k, v, selection, choice, a);
 }
 template <Branch branch, int D>
 inline void launch_attention_backward(const BackwardArrays<bf16, float>& d, const InputArrays<bf16>& in,
@@ -1726,17 +1716,18 @@ inline void launch_attention_backward(const BackwardArrays<bf16, float>& d, cons
         if (kernel == SelectedKernel::GATHER) return;
         dkdv_is_done = kernel == SelectedKernel::AUTO;
     }
-    launch<attention_dq_kernel<branch, D>>(unsigned(a.tiles * a.batch_groups), query_tile_threads<D>(a),
-                                           query_block_bytes<branch, D>(a, true), stream, d, in, choice, a);
+    launch<attention_dq_kernel<branch, D>>(unsigned(a.tiles * a.batch_groups), QueryBlock<branch, D, true>::threads(a),
+                                           QueryBlock<branch, D, true>::bytes(a), stream, d, in, choice, a);
     if (dkdv_is_done) return;
-    const unsigned tiles = unsigned(key_tiles(a) * a.batch_groups);
-    const size_t bytes =
-        TokenBuffers<branch, D>::bytes() + shared_bytes({branch == SLC ? tile_words(a.queries) * sizeof(uint32_t) : 0});
-    launch<attention_dkdv_kernel<branch, D>>(tiles * unsigned(a.parts), unsigned(dkdv_threads<D>()), bytes, stream,
-                                             d.dk, d.dv, partial, d.dout, in.q, in.k, in.v, d.row_dot, d.lse_gated,
-                                             in.selection, a);
+    constexpr int KEYS = dkdv_keys<branch, D>();
+    const unsigned blocks = unsigned((a.keys + KEYS - 1) / KEYS * a.batch_groups);
+    const size_t bytes = TokenBuffers<branch, D, KEYS>::bytes() +
+                         shared_bytes({branch == SLC ? tile_words(a.queries) * sizeof(uint32_t) : 0});
+    launch<attention_dkdv_kernel<branch, D>>(blocks * unsigned(a.parts), unsigned(dkdv_threads<D, KEYS>()), bytes,
+                                             stream, d.dk, d.dv, partial, d.dout, in.q, in.k, in.v, d.row_dot,
+                                             d.lse_gated, in.selection, a);
     if constexpr (branch == CMP)
-        if (a.parts > 1) launch<add_parts_kernel<D>>(tiles, 256, 0, stream, d.dk, d.dv, (const float*)partial, a);
+        if (a.parts > 1) launch<add_parts_kernel<D>>(blocks, 256, 0, stream, d.dk, d.dv, (const float*)partial, a);
 }
 
 // Shared memory of a block of select_blocks_kernel, which holds the importances of all selection blocks for some

@@ -35,6 +35,7 @@ constexpr double CUBLAS_SHARE = 0.65, LAUNCH_SECONDS = 2e-6;
 constexpr int H100_MULTIPROCESSORS = 132;
 constexpr double H100_CLOCK = H100_FLOPS / (2.0 * 2048 * H100_MULTIPROCESSORS);
 constexpr size_t H100_SHARED_BYTES = 232448;  // of a block
+constexpr int H100_QUERY_ROWS = 128;          // generation_of(90), for heads of any dimension
 
 // What keeps a multiprocessor busy, in cycles.
 enum Resource { PRODUCTS, SHARED_MEMORY, EXPONENTIALS, INSTRUCTIONS, L2, MEMORY, RESOURCES };
@@ -56,14 +57,16 @@ struct PieceCounts {
 };
 struct DimensionCounts {
     int D;
-    int rows, keys;  // that a warp has, forward and in dQ, and in dK and dV: it does all of them or none
+    // What a warp has: rows forward and in dQ, keys in dK and dV. It does all of them or none.
+    int forward_rows, dq_rows, keys;
+    int selected_keys;  // of a block, in dK and dV of the selected branch by masked tiles
     PieceCounts forward, dq, dkdv, gather_forward, gather_dq, score;
 };
 // clang-format off
 constexpr DimensionCounts COUNTS[] = {
-    {64, 32, 32, { 64, 16, 34,  495,     0}, { 96, 24, 32,  454,     0}, {128,  48, 32,  514,     0},
+    {64, 32, 32, 32, 128, { 64, 16, 34,  495,     0}, { 96, 24, 32,  454,     0}, {128,  48, 32,  514,     0},
                  { 64, 36, 34,  668,  8192}, { 96, 56, 32,  729,  8192}, {  8,   4,  8,   77,     0}},
-    {128, 16, 16, {128, 64, 34, 732,     0}, {192, 96, 32,  728,     0}, {256, 160, 32,  892,     0},
+    {128, 32, 16, 16, 64, {128, 48, 36, 715,     0}, {192, 96, 32,  728,     0}, {256, 160, 32,  892,     0},
                  {128, 72, 34,  926, 16384}, {192, 112, 32, 1066, 16384}, {16,   8,  8,   89,     0}}};
 // clang-format on
 inline const DimensionCounts& counts_of(const NsaShape& s) {
@@ -131,21 +134,23 @@ inline double tile_bytes(const NsaShape& s) { return KEY_TILE * s.D * 2.0; }
 inline double pieces_of(int rows, int unit) { return (rows + unit - 1) / unit * (unit / 16); }
 
 // Forward and dQ of a branch without a selection: tiles of queries, the last first, as query_tile() has them.
-inline void predict_query_tiles(PredictedKernel& kernel, const PieceCounts& piece, Branch branch, const NsaShape& s) {
-    const AttentionShape a = attention_shape(branch, s, 0, QUERY_ROWS);
-    const double pieces = pieces_of(a.heads * a.tile_tokens, counts_of(s).rows);
+inline void predict_query_tiles(PredictedKernel& kernel, Branch branch, bool backward, const NsaShape& s) {
+    const DimensionCounts& c = counts_of(s);
+    const AttentionShape a = attention_shape(branch, s, 0, H100_QUERY_ROWS);
+    const double pieces = pieces_of(a.heads * a.tile_tokens, backward ? c.dq_rows : c.forward_rows);
     for (int tile = a.tiles - 1; tile >= 0; tile--) {
         const int first = tile * a.tile_tokens, last = std::min(first + a.tile_tokens, s.T) - 1;
         const int keys = branch == CMP ? s.cmp_blocks(last + 1) : last + 1;
         const int begin = branch == WIN ? std::max(0, first + 1 - a.window) / KEY_TILE : 0;
         const double visits = (keys + KEY_TILE - 1) / KEY_TILE - begin;
-        for (int bg = 0; bg < a.batch_groups; bg++) kernel.block(piece, visits * pieces, visits * 2 * tile_bytes(s));
+        for (int bg = 0; bg < a.batch_groups; bg++)
+            kernel.block(backward ? c.dq : c.forward, visits * pieces, visits * 2 * tile_bytes(s));
     }
 }
 // dK and dV: tiles of keys, each of which meets tiles of tokens once for every head; each warp leaves out what none of
 // its keys is seen by.
 inline void predict_key_tiles(PredictedKernel& kernel, Branch branch, const NsaShape& s) {
-    const AttentionShape a = attention_shape(branch, s, 0, QUERY_ROWS);
+    const AttentionShape a = attention_shape(branch, s, 0, H100_QUERY_ROWS);
     const int keys = counts_of(s).keys;
     auto seen_from = [&](int key) { return branch == CMP ? key * s.d + s.l - 1 : key; };
     for (int tile = 0; tile < key_tiles(a); tile++)
@@ -212,9 +217,10 @@ struct SelectedPrediction {
                    [&](int, int choosers) { v.tiles++, v.pieces += (choosers * a.heads + 15) / 16; });
         return v;
     }
-    void predict_tiles(PredictedKernel& kernel, const PieceCounts& piece, const AttentionShape& a,
-                       bool gathered) const {
-        const double rows = pieces_of(a.heads * a.tile_tokens, counts_of(s).rows);
+    void predict_tiles(PredictedKernel& kernel, const AttentionShape& a, bool backward, bool gathered) const {
+        const DimensionCounts& c = counts_of(s);
+        const double rows = pieces_of(a.heads * a.tile_tokens, backward ? c.dq_rows : c.forward_rows);
+        const PieceCounts& piece = gathered ? (backward ? c.gather_dq : c.gather_forward) : backward ? c.dq : c.forward;
         for (int tile = a.tiles - 1; tile >= 0; tile--)
             for (int bg = 0; bg < a.batch_groups; bg++) {
                 const Visits v = visits(a, bg, tile);
@@ -222,20 +228,33 @@ struct SelectedPrediction {
             }
     }
     void predict_dkdv(PredictedKernel& kernel, bool gathered) const {
-        const AttentionShape a = attention_shape(SLC, s, 0, QUERY_ROWS);
-        const size_t tiles = size_t(key_tiles(a));
-        std::vector<double> visits(tiles * size_t(a.batch_groups));  // of tiles of 64 tokens, or tokens
+        const AttentionShape a = attention_shape(SLC, s, 0, H100_QUERY_ROWS);
+        const int own = gathered ? 1 : counts_of(s).selected_keys / KEY_TILE;  // tiles of keys of a block
+        const size_t blocks = size_t((key_tiles(a) + own - 1) / own) * size_t(a.batch_groups);
+        std::vector<double> visits(blocks);  // of tiles of 64 tokens, or tokens
+        std::vector<double> pairs(blocks);   // of a tile of tokens and one of keys that it may see
         for (int bg = 0; bg < a.batch_groups; bg++)
-            for (int first = 0; first < s.T; first += KEY_TILE)
+            for (int first = 0; first < s.T; first += KEY_TILE) {
+                int before = -1;
                 for_blocks(bg, first, std::min(KEY_TILE, s.T - first), [&](int block, int choosers) {
-                    visits[size_t(block) * size_t(a.batch_groups) + size_t(bg)] += gathered ? choosers : 1;
+                    const size_t i = size_t(block / own) * size_t(a.batch_groups) + size_t(bg);
+                    if (block / own != before)
+                        visits[i] += gathered ? choosers : 1,
+                            pairs[i] += std::min(own, first / KEY_TILE - block / own * own + 1);
+                    before = block / own;
                 });
-        auto block = [&](double token_tiles) {
-            kernel.block(counts_of(s).dkdv, 4 * token_tiles * a.heads, (token_tiles * a.heads + 1) * 2 * tile_bytes(s));
+            }
+        auto block = [&](double token_tiles, double tile_pairs) {
+            kernel.block(counts_of(s).dkdv, 4 * tile_pairs * a.heads,
+                         (token_tiles * a.heads + own) * 2 * tile_bytes(s));
         };
         for (double& count : visits)  // chunks beyond the first come first
-            for (; gathered && count > GATHER_CHUNK; count -= GATHER_CHUNK) block(GATHER_CHUNK / KEY_TILE);
-        for (const double count : visits) block(gathered ? std::ceil(count / KEY_TILE) : count);
+            for (; gathered && count > GATHER_CHUNK; count -= GATHER_CHUNK)
+                block(GATHER_CHUNK / KEY_TILE, GATHER_CHUNK / KEY_TILE);
+        for (size_t i = 0; i < blocks; i++) {
+            const double tiles = gathered ? std::ceil(visits[i] / KEY_TILE) : visits[i];
+            block(tiles, gathered ? tiles : pairs[i]);
+        }
     }
     // Where AUTO is open; dK and dV are gathered there.
     bool may_gather() const { return s.slc_blocks() > 2 * s.slc_count; }
@@ -259,14 +278,11 @@ struct SelectedPrediction {
         return double(gathered_piece_cost<D>(generation_of(90).mma_cycles)) * pieces < masked;
     }
     Prediction pass(bool backward, bool gathered) const {
-        const DimensionCounts& c = counts_of(s);
-        AttentionShape a = attention_shape(SLC, s, 0, QUERY_ROWS);
+        AttentionShape a = attention_shape(SLC, s, 0, H100_QUERY_ROWS);
         if (gathered) with_head_dimension(s.D, [&](auto D) { a = gather_shape<D()>(s, backward, H100_SHARED_BYTES); });
         PredictedKernel of_queries, of_keys;
         Prediction p;
-        predict_tiles(of_queries,
-                      gathered ? (backward ? c.gather_dq : c.gather_forward) : (backward ? c.dq : c.forward), a,
-                      gathered);
+        predict_tiles(of_queries, a, backward, gathered);
         p.add(of_queries, attention_forward_work(SLC, s, 2).bytes);
         if (backward)
             predict_dkdv(of_keys, gathered || may_gather()), p.add(of_keys, attention_backward_work(SLC, s, 2).bytes);
@@ -277,7 +293,7 @@ struct SelectedPrediction {
 inline Prediction predict_branch(Branch branch, const NsaShape& s, bool backward) {
     PredictedKernel of_queries, of_keys;
     Prediction p;
-    predict_query_tiles(of_queries, backward ? counts_of(s).dq : counts_of(s).forward, branch, s);
+    predict_query_tiles(of_queries, branch, backward, s);
     p.add(of_queries, attention_forward_work(branch, s, 2).bytes);
     if (backward) predict_key_tiles(of_keys, branch, s), p.add(of_keys, attention_backward_work(branch, s, 2).bytes);
     return p;

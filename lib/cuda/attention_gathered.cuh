@@ -200,7 +200,7 @@ struct GatherBlock {
     QueryTile tile;
     int rows, end_tile;         // rows of the tile that exist; where the tiles of keys end
     const uint32_t* selection;  // of the tile's tokens
-    KeyBuffers<D> keys;
+    KeyBuffers<D, BACKWARD> keys;
     bf16 *q_tile, *dout_tile;
     float* sums;
     float2* statistics;  // two numbers per row, set by the kernel
@@ -217,7 +217,7 @@ struct GatherBlock {
         keys.v_tiles = shared.take<bf16>(2 * KEY_TILE * D);
         keys.k = k;
         keys.v = v;
-        keys.group = size_t(tile.bg) * s.key_stride * D;
+        keys.group_row = tile.bg * s.key_stride;
         const int tile_rows = s.tile_tokens * s.heads;
         q_tile = shared.take<bf16>(tile_rows * D);
         dout_tile = nullptr;
@@ -513,16 +513,16 @@ __device__ inline int tile_of_item(const GatherPlan& plan, const int* extra, int
 // go to plan.partial. The first most_extra * B*G thread blocks take the chunks beyond the first.
 //     mma 205 / 410, ldmatrix 192 / 640, exponentials 64 / 64, instructions 125 / 220, L2 174 / 347
 template <int D>
-__global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
+__global__ void __launch_bounds__(dkdv_threads<D, KEY_TILE>(), D > 64 ? 2 : 4)
     gather_dkdv_kernel(BackwardArrays<bf16, float> d, InputArrays<bf16> in, GatherPlan plan, AttentionShape s) {
-    constexpr int THREADS = dkdv_threads<D>();
+    constexpr int THREADS = dkdv_threads<D, KEY_TILE>();
     const int bg = int(blockIdx.x) % s.batch_groups, item = int(blockIdx.x) / s.batch_groups;
     const int* extra = plan.extra + size_t(bg) * (plan.tiles + 1);
     const int tile = tile_of_item(plan, extra, item);
     if (tile < 0) return;
     const int first_key = tile * KEY_TILE;
     DynamicShared shared;
-    TokenBuffers<SLC, D> buffers(shared);
+    TokenBuffers<SLC, D, KEY_TILE> buffers(shared);
     int* counts = shared.take<int>(THREADS / 32);
     int* list = shared.take<int>(GATHER_CHUNK);
     buffers.copy_keys(in.k, in.v, bg, first_key, s);
@@ -532,8 +532,9 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
     const int tokens = list_tokens(list, counts, choosers, plan.token_words, first_token);
     cp_async_wait<0>();
     __syncthreads();
-    WarpKeys<SLC, D> keys;
+    WarpKeys<SLC, D, KEY_TILE> keys;
     keys.load(buffers.k_tile, buffers.v_tile, first_key);
+    __syncthreads();
 
     // there are fewer than 2^31 rows
     const int H = s.G * s.heads, dout_row = bg / s.G * s.queries * H + bg % s.G * s.heads;
@@ -550,7 +551,7 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
             cp_async_16(buffers.dout_tiles + at, dout_head + size_t(max(j, 0)) * H * D + chunk * 8, j >= 0);
         }
         cp_async_commit();
-        const int j = buffers.rows.has_row() ? list[first + int(threadIdx.x)] : -1;
+        const int j = list[first + buffers.rows.own_row()];
         buffers.rows.load(j >= 0, q_row + head * s.queries + j, d.lse_gated, d.row_dot);
         if (j >= 0 && s.slc_block < KEY_TILE)
             buffers.rows.chosen =
@@ -590,7 +591,8 @@ __global__ void __launch_bounds__(256) add_chunks_kernel(bf16* dk, bf16* dv, Gat
 // ---------------------------------------------------------------------------------------------------------------------
 // AUTO. The cost of 16 rows and 64 keys, forward and dQ together, in cycles of one multiprocessor: the traffic between
 // shared memory and registers at 128 bytes a cycle, or the products, whichever takes longer. Bytes in units of D:
-//   masked tiles     forward: K and V 256 for `row_pieces` 16-row pieces at once; dQ: K, V, K 384 likewise
+//   masked tiles     forward: K and V 256 for `row_pieces` 16-row pieces at once, at D = 128 Q 32; dQ: K, V, K 384
+//                    likewise
 //   gathered rows    forward: Q 32, K and V 256, sums in and out 128; dQ: Q and dout 64, K, V, K 384, sums 128
 // An H100 agreed where D = 64: at 4096 and 8192 tokens gathered rows took 1.0 to 1.5 times what these counts say, and
 // were faster where they should be. Where D = 128 they took 1.4 to 2.0 times that, hence the factor.
@@ -600,7 +602,8 @@ template <int D>
 HOST_DEVICE constexpr float gathered_piece_cost(float mma_cycles) {
     // 2.5 D mma
     const float products = mma_cycles * 2.5f * D;
-    const float masked = 640.0f * D / 128 / row_pieces<D>();
+    const float masked =
+        (256.0f / row_pieces<D, false>() + (D > 64 ? 32.0f : 0) + 384.0f / row_pieces<D, true>()) * D / 128;
     const float gathered = (416.0f + 576.0f) * D / 128;
     const float ratio = (gathered > products ? gathered : products) / (masked > products ? masked : products);
     return D > 64 ? GATHERED_128 * ratio : ratio;
@@ -768,10 +771,10 @@ inline void launch_gather_backward(const BackwardArrays<bf16, float>& d, const I
                                        a);
     launch<count_choosers_kernel>(unsigned(all_units + 3) / 4, 128, 0, stream, plan, all_units);
     launch<plan_chunks_kernel>(unsigned(a.batch_groups), 32, 0, stream, plan, a);
-    const size_t bytes = TokenBuffers<SLC, D>::bytes() +
-                         shared_bytes({dkdv_threads<D>() / 32 * sizeof(int), GATHER_CHUNK * sizeof(int)});
+    const size_t bytes = TokenBuffers<SLC, D, KEY_TILE>::bytes() +
+                         shared_bytes({dkdv_threads<D, KEY_TILE>() / 32 * sizeof(int), GATHER_CHUNK * sizeof(int)});
     launch<gather_dkdv_kernel<D>>(unsigned((plan.most_extra + plan.tiles) * a.batch_groups),
-                                  unsigned(dkdv_threads<D>()), bytes, stream, d, in, plan, a);
+                                  unsigned(dkdv_threads<D, KEY_TILE>()), bytes, stream, d, in, plan, a);
     if (plan.most_extra)
         launch<add_chunks_kernel<D>>(unsigned(plan.tiles * a.batch_groups), 256, 0, stream, d.dk, d.dv, plan, a);
 }

@@ -64,8 +64,13 @@ inline std::string automatic_attention_kernels(bool fp32, int capability) {
 // What differs from one generation of GPUs to the next, in the attention on tensor cores. A GPU takes the last row that
 // does not exceed its compute capability.
 //
-// query_rows: of a tile of queries. Shared memory, 227 KB of it (163 on 8.0, 99 on 8.6, 8.9 and 12.0), holds a block of
-// dQ: K and V twice, q, dout.
+// query_rows: of a tile of queries. Shared memory, 227 KB of it (163 on 8.0, 99 on 8.6, 8.9 and 12.0), holds K and V
+// twice and q, in dQ dout too. Forward, heads of 128 have a warp for 32 rows, and eight warps fill a multiprocessor: on
+// 9.0 and 10.0 in two blocks, on 8.0, whose memory holds one, in one block of twice the rows.
+//
+// forward_keys_128: of a tile, forward, that a warp scores at once. Sums of 32 rows take 128 registers, scores of 64
+// keys 64 more; with them ptxas needs 2 to 6 registers too many before 10.0, and with those of 32 keys 1 to 4 from
+// there on.
 //
 // dout_in_registers: where registers do not suffice for dout's rows too (ptxas takes more of them for the same code
 // from 10.0 on), dQ reads them from shared memory again, for each tile of keys.
@@ -74,17 +79,19 @@ inline std::string automatic_attention_kernels(bool fp32, int capability) {
 // cycle; sm_90 2048, some 62 % of which this way (sm_100 is assumed to be like it); 8.6, 8.9 and 12.0 do 512 (GeForce
 // 256, for which the costs in attention_gathered.cuh have the same ratio).
 struct Generation {
-    int capability;                  // 10 major + minor
-    int query_rows, query_rows_128;  // heads of up to 64, and of 128
-    bool dout_in_registers;          // only for code compiled for this generation
+    int capability;  // 10 major + minor
+    int query_rows;  // heads of up to 64
+    int forward_rows_128, dq_rows_128;
+    int forward_keys_128;    // like dout_in_registers
+    bool dout_in_registers;  // only for code compiled for this generation
     float mma_cycles;
 };
 // clang-format off
-constexpr Generation GENERATIONS[] = {{ 80, 128, 128, true,  2.0f},
-                                      { 86, 128,  64, true,  4.0f},
-                                      { 90, 128, 128, true,  1.6f},
-                                      {100, 128, 128, false, 1.6f},
-                                      {120, 128,  64, false, 4.0f}};
+constexpr Generation GENERATIONS[] = {{ 80, 128, 256, 128, 32, true,  2.0f},
+                                      { 86, 128, 128,  64, 32, true,  4.0f},
+                                      { 90, 128, 128, 128, 32, true,  1.6f},
+                                      {100, 128, 128, 128, 64, false, 1.6f},
+                                      {120, 128, 128,  64, 64, false, 4.0f}};
 // clang-format on
 constexpr Generation generation_of(int capability) {
     Generation generation = GENERATIONS[0];

@@ -19,15 +19,21 @@
 // ---------------------------------------------------------------------------------------------------------------------
 // Shape.
 
-constexpr int QUERY_ROWS = 128;       // rows of a tile of queries, at most
 constexpr int MOST_TILE_TOKENS = 64;  // with more tokens the union of a tile's selections would be too large
 
 inline Generation generation_of_device() {
     return generation_of(properties_of_device().major * 10 + properties_of_device().minor);
 }
-inline int query_rows_of_device(int D) {
-    return D > 64 ? generation_of_device().query_rows_128 : generation_of_device().query_rows;
+// Rows of a tile of queries.
+HOST_DEVICE constexpr int query_rows_of(const Generation& g, int D, bool backward) {
+    return D <= 64 ? g.query_rows : backward ? g.dq_rows_128 : g.forward_rows_128;
 }
+constexpr int most_query_rows(int D, bool backward) {
+    int most = 0;
+    for (const Generation& g : GENERATIONS) most = std::max(most, query_rows_of(g, D, backward));
+    return most;
+}
+inline int query_rows_of_device(int D, bool backward) { return query_rows_of(generation_of_device(), D, backward); }
 #ifdef __CUDA_ARCH__
 constexpr Generation COMPILED_GENERATION = generation_of(__CUDA_ARCH__ / 10);
 #elif defined(EMULATED_CAPABILITY)
@@ -37,16 +43,19 @@ constexpr Generation COMPILED_GENERATION = GENERATIONS[0];
 #endif
 
 // 16-row pieces of a query tile in one warp: two share each piece of K and V that is loaded, as long as registers
-// suffice. Queries (and dout) stay in registers; eight warps of 255 registers fill a multiprocessor: two blocks, or one
-// at D = 128.
-template <int D>
+// suffice. Queries (and dout) stay in registers, but for the forward pass at D = 128, where sums and scores take 192.
+// Eight warps of 255 registers fill a multiprocessor.
+template <int D, bool BACKWARD>
 HOST_DEVICE constexpr int row_pieces() {
-    return D > 64 ? 1 : 2;
+    return D > 64 && BACKWARD ? 1 : 2;
 }
-template <int D>
-HOST_DEVICE constexpr int tile_threads() {
-    return QUERY_ROWS / 16 / row_pieces<D>() * 32;
+template <int D, bool BACKWARD>
+HOST_DEVICE constexpr int tile_threads(int query_rows) {
+    return query_rows / 16 / row_pieces<D, BACKWARD>() * 32;
 }
+// For __launch_bounds__, on any generation.
+template <int D, bool BACKWARD>
+constexpr int MOST_TILE_THREADS = tile_threads<D, BACKWARD>(most_query_rows(D, BACKWARD));
 
 // Divides by a number of the shape without the 20 instructions of an integer division: i / n = i * ceil(2^31 / n) >> 31
 // for all i with i * (n - 1) < 2^31.
@@ -59,7 +68,7 @@ struct Divisor {
 
 // What kernels need to know of NsaShape. Index bg = b * G + g counts the groups of all sequences.
 struct AttentionShape {
-    int batch_groups, G, heads;  // B * G; groups; query heads of a group
+    int batch_groups, G, heads, H;  // B * G; groups; query heads of a group, of all groups
     Divisor by_heads, by_slc_tiles;
     int first, queries;      // positions first .. first + queries - 1
     int keys, key_stride;    // keys that the last query may see; rows of the key arrays per group
@@ -73,18 +82,19 @@ struct AttentionShape {
     int parts, part_tokens;  // dK and dV: how many parts the queries are cut into, and their tokens; the parts' sums
                              // are added at the end
 };
-// branch: whose keys; tile_tokens 0: as many tokens as fill a tile of query_rows rows, by default those of this GPU
+// branch: whose keys; tile_tokens 0: as many tokens as fill a tile of query_rows rows, by default dQ's on this GPU
 inline AttentionShape attention_shape(Branch branch, const NsaShape& s, int tile_tokens, int query_rows = 0) {
     AttentionShape a = {};
     a.batch_groups = s.B * s.G;
     a.G = s.G;
     a.heads = s.heads_per_group();
+    a.H = s.H;
     a.by_heads = Divisor(a.heads);
     a.first = s.first;
     a.queries = s.queries;
     a.keys = branch == CMP ? s.cmp_blocks(s.first + s.queries) : s.first + s.queries;
     a.key_stride = branch == CMP ? s.cmp_capacity() : s.T;
-    a.query_rows = query_rows || tile_tokens ? query_rows : query_rows_of_device(s.D);
+    a.query_rows = query_rows || tile_tokens ? query_rows : query_rows_of_device(s.D, true);
     a.tile_tokens = tile_tokens ? tile_tokens : std::min({MOST_TILE_TOKENS, a.query_rows / a.heads, s.queries});
     a.tiles = (s.queries + a.tile_tokens - 1) / a.tile_tokens;
     a.l = s.l;
@@ -110,7 +120,8 @@ inline AttentionShape attention_shape(Branch branch, const NsaShape& s, int tile
 HOST_DEVICE inline int key_tiles(const AttentionShape& a) { return (a.keys + KEY_TILE - 1) / KEY_TILE; }
 
 inline void check_attention_shape(Branch branch, const NsaShape& s) {
-    if (const int most = query_rows_of_device(s.D); s.heads_per_group() * s.G != s.H || s.heads_per_group() > most)
+    if (const int most = query_rows_of_device(s.D, true);
+        s.heads_per_group() * s.G != s.H || s.heads_per_group() > most)
         fail_usage("%d query heads in %d groups: the CUDA attention wants 1 to %d query heads for each group", s.H, s.G,
                    most);
     if (s.Dv() != s.D)
@@ -188,6 +199,15 @@ __device__ inline unsigned chosen_blocks(const uint32_t* selected, int token, co
                                          const AttentionShape& s) {
     return selected[token * s.words + blocks.word] >> blocks.bit & blocks.all;
 }
+// The same for KEYS keys from a tile on. Beyond the last tile there may be no bitmask.
+template <int KEYS>
+__device__ inline unsigned chosen_of_keys(const uint32_t* selected, int token, int tile, const AttentionShape& s) {
+    unsigned chosen = chosen_blocks(selected, token, tile_blocks(tile, s), s);
+#pragma unroll
+    for (int i = 1; i < KEYS / KEY_TILE && (tile + i) * KEY_TILE < s.keys; i++)
+        chosen |= chosen_blocks(selected, token, tile_blocks(tile + i, s), s) << i * blocks_per_tile(s);
+    return chosen;
+}
 
 // Words of a bitmask over the 64-row tiles of this many rows.
 HOST_DEVICE inline int tile_words(int rows) { return (rows + KEY_TILE * 32 - 1) / (KEY_TILE * 32); }
@@ -222,18 +242,18 @@ __device__ inline void find_used_key_tiles(uint32_t* used, const uint32_t* selec
         if (lane == 0) used[word] = bits;
     }
 }
-// used = bitmask over tiles of tokens: whether one of the tile's tokens chose a block in tile `key_tile` of keys.
-// selected: the bitmasks of all tokens. A barrier must follow.
+// used = bitmask over tiles of tokens: whether one of the tile's tokens chose a block in KEYS keys from tile `key_tile`
+// on. selected: the bitmasks of all tokens. A barrier must follow.
+template <int KEYS>
 __device__ inline void find_used_token_tiles(uint32_t* used, const uint32_t* selected, int key_tile,
                                              const AttentionShape& s) {
     const int lane = threadIdx.x % 32, tiles = (s.queries + KEY_TILE - 1) / KEY_TILE;
-    const TileBlocks blocks = tile_blocks(key_tile, s);
     for (int word = threadIdx.x / 32; word * 32 < tiles; word += blockDim.x / 32) {
         unsigned bits = 0;
         for (int tile = word * 32; tile < min(word * 32 + 32, tiles); tile++) {
             unsigned chosen = 0;
             for (int j = lane; j < min(KEY_TILE, s.queries - tile * KEY_TILE); j += 32)
-                chosen |= chosen_blocks(selected + size_t(tile) * KEY_TILE * s.words, j, blocks, s);
+                chosen |= chosen_of_keys<KEYS>(selected + size_t(tile) * KEY_TILE * s.words, j, key_tile, s);
             if (__any_sync(~0u, chosen != 0)) bits |= 1u << tile % 32;
         }
         if (lane == 0) used[word] = bits;
@@ -393,18 +413,18 @@ __device__ inline int end_of_key_tiles(const QueryTile& tile, const AttentionSha
 // The walk over tiles of keys: forward and dQ, by masked tiles and by gathered rows.
 
 // Keys and values of one (sequence, group), and two buffers in shared memory for a tile of each.
-template <int D>
+template <int D, bool BACKWARD>
 struct KeyBuffers {
     bf16 *k_tiles, *v_tiles;
     const bf16 *k, *v;
-    size_t group;  // where the (sequence, group) begins in k and v
+    int group_row;  // of k and v, where the (sequence, group) begins
 
     // Starts to copy a tile of keys and one of values, as one group of copies.
     __device__ void copy(int buffer, int key_tile, const AttentionShape& s) const {
-        constexpr int THREADS =
-            tile_threads<D>();  // most blocks have this size, which gives a whole tile fixed distances
+        // Most blocks have this size, which gives a whole tile fixed distances.
+        constexpr int THREADS = tile_threads<D, BACKWARD>(query_rows_of(COMPILED_GENERATION, D, BACKWARD));
         const int valid = s.keys - key_tile * KEY_TILE, chunk = threadIdx.x % (D / 8);
-        const size_t from = group + size_t(key_tile) * KEY_TILE * D;
+        const size_t from = size_t(group_row + key_tile * KEY_TILE) * D;
         if (blockDim.x == THREADS && valid >= KEY_TILE) {
             copy_tile<D, THREADS>(k_tiles + buffer * KEY_TILE * D, k + from, D, KEY_TILE);
             copy_tile<D, THREADS>(v_tiles + buffer * KEY_TILE * D, v + from, D, KEY_TILE);
@@ -421,9 +441,9 @@ struct KeyBuffers {
 };
 // Calls visit(key_tile, k_tile, v_tile) for key_tile, which is being copied into buffer 0, and for those that next_tile
 // finds after it. While one is used, the next one arrives in the other buffer.
-template <Branch branch, int D, class Visit>
-__device__ inline void for_key_tiles(const KeyBuffers<D>& keys, const uint32_t* used, int key_tile, int end_tile,
-                                     const AttentionShape& s, Visit visit) {
+template <Branch branch, int D, bool BACKWARD, class Visit>
+__device__ inline void for_key_tiles(const KeyBuffers<D, BACKWARD>& keys, const uint32_t* used, int key_tile,
+                                     int end_tile, const AttentionShape& s, Visit visit) {
     for (int buffer = 0; key_tile < end_tile; buffer ^= 1) {
         const int this_tile = key_tile;
         key_tile = next_tile<branch>(used, key_tile + 1, end_tile);
@@ -439,14 +459,14 @@ __device__ inline void for_key_tiles(const KeyBuffers<D>& keys, const uint32_t* 
 // BACKWARD: dQ, which needs the rows of dout too.
 template <Branch branch, int D, bool BACKWARD>
 struct QueryBlock {
-    static constexpr int M = row_pieces<D>();
+    static constexpr int M = row_pieces<D, BACKWARD>();
     QueryTile tile;
     int first_row, end_tile;    // the warp's first row; where the tiles of keys end
     int first_end;              // end_of_keys of the tile's first token
     unsigned ends;              // of this lane's rows, see ends_of_rows
     const uint32_t* selection;  // of the tile's tokens
     bf16 *q_tile, *dout_tile;
-    KeyBuffers<D> keys;
+    KeyBuffers<D, BACKWARD> keys;
     uint32_t* used;
 
     // dout: not read in the forward pass
@@ -461,7 +481,7 @@ struct QueryBlock {
         keys.v_tiles = shared.take<bf16>(2 * KEY_TILE * D);
         keys.k = k;
         keys.v = v;
-        keys.group = size_t(tile.bg) * s.key_stride * D;
+        keys.group_row = tile.bg * s.key_stride;
         q_tile = shared.take<bf16>(s.query_rows * D);
         dout_tile = nullptr;
         used = nullptr;
@@ -499,6 +519,18 @@ struct QueryBlock {
         const int head = int(row / tokens), token = int(row % tokens);
         return head < s.heads && token < tile.tokens ? row_of_query(tile, head, token, s) : -1;
     }
+    // Of the block: as many warps as the tile's rows fill.
+    static unsigned threads(const AttentionShape& s) {
+        return unsigned((s.heads * s.tile_tokens + 16 * M - 1) / (16 * M) * 32);
+    }
+    // Of shared memory.
+    static size_t bytes(const AttentionShape& s) {
+        const size_t query_tile = size_t(s.query_rows) * D * sizeof(bf16), key_tiles = 2 * KEY_TILE * D * sizeof(bf16);
+        const size_t bytes = shared_bytes({key_tiles, key_tiles, query_tile, BACKWARD ? query_tile : 0,
+                                           branch == SLC ? tile_words(s.key_stride) * sizeof(uint32_t) : 0});
+        check_shared_bytes(bytes, D);
+        return bytes;
+    }
     // Calls visit(view, k_tile, v_tile) for each tile of keys of which this warp sees something.
     template <class Visit>
     __device__ void walk(int key_tile, const AttentionShape& s, Visit visit) const {
@@ -519,12 +551,19 @@ template <int D>
 HOST_DEVICE constexpr int key_pieces() {
     return D > 64 ? 1 : 2;
 }
-template <int D>
-HOST_DEVICE constexpr int dkdv_threads() {
-    return KEY_TILE / 16 / key_pieces<D>() * 32;
+// Keys of a block. Twice as many read q and dout half as often, which pays where the same tokens see them. A window's
+// keys and compressed ones are seen at different times, so that warps would wait for one another; and at D = 128 GPUs
+// with 99 KB of shared memory have no room for them.
+template <Branch branch, int D>
+HOST_DEVICE constexpr int dkdv_keys() {
+    return branch == SLC && D <= 64 ? 2 * KEY_TILE : KEY_TILE;
 }
-// Selection blocks of a tile, at most
-HOST_DEVICE constexpr int sub_blocks(Branch branch) { return branch == SLC ? KEY_TILE / 16 : 1; }
+template <int D, int KEYS>
+HOST_DEVICE constexpr int dkdv_threads() {
+    return KEYS / 16 / key_pieces<D>() * 32;
+}
+// How many of the keys' pieces of 16 may be seen by other tokens than the rest, since their selection block is another.
+HOST_DEVICE constexpr int pieces_with_shifts(Branch branch, int keys) { return branch == SLC ? keys / 16 : 1; }
 // Whether V stays in shared memory, for lack of registers
 template <int D>
 HOST_DEVICE constexpr bool keeps_v() {
@@ -533,60 +572,69 @@ HOST_DEVICE constexpr bool keeps_v() {
 
 // lse_gated and row_dot of the rows of a tile of tokens (one head), in shared memory, for each of the two buffers. A
 // token that does not exist, or did not choose the selection block, has a shift that makes its weights 0.
-template <Branch branch>
+template <Branch branch, int D, int KEYS>
 struct RowStatistics {
-    float* minus_shift;  // [2, selection blocks of a tile of keys, KEY_TILE]: -lse_gated in base 2, or -infinity
+    static constexpr int PIECES = pieces_with_shifts(branch, KEYS);
+    static constexpr int OWN = 2 * KEY_TILE / dkdv_threads<D, KEYS>();  // numbers of a thread
+    float* minus_shift;  // [2, PIECES, KEY_TILE]: -lse_gated in base 2, or -infinity
     float* dot;          // [2, KEY_TILE]: row_dot
-    // Of this thread's row, on the way into shared memory; the first KEY_TILE threads have one.
-    float own_shift = 0, own_dot = 0;
+    // Of this thread's row, on the way into shared memory: the first KEY_TILE threads have the row's shift, the next
+    // its dot, and where there are no more threads, the first have both.
+    float own[OWN];
     unsigned chosen = ~0u;  // the selection blocks that its token chose
 
-    __device__ static bool has_row() { return threadIdx.x < KEY_TILE; }
+    __device__ static int own_row() { return threadIdx.x % KEY_TILE; }
+    __device__ static bool is_dot(int n) { return OWN == 1 ? threadIdx.x >= KEY_TILE : n == 1; }
     // row: of [B, H, queries], if it is a query
     __device__ void load(bool query, int row, const float* lse_gated, const float* row_dot) {
-        own_shift = query ? -lse_gated[row] * LOG2_E : -INFINITY;
-        own_dot = query ? row_dot[row] : 0;
+#pragma unroll
+        for (int n = 0; n < OWN; n++)
+            if (is_dot(n)) own[n] = query ? row_dot[row] : 0;
+            else own[n] = query ? -lse_gated[row] * LOG2_E : -INFINITY;
     }
     __device__ void store(int buffer, const AttentionShape& s) const {
-        if (!has_row()) return;
-        dot[buffer * KEY_TILE + threadIdx.x] = own_dot;
-        for (int sub = 0; sub < (branch == SLC ? blocks_per_tile(s) : 1); sub++)
-            minus_shift[(buffer * sub_blocks(branch) + sub) * KEY_TILE + threadIdx.x] =
-                chosen >> sub & 1 ? own_shift : -INFINITY;
+        if (is_dot(OWN - 1)) dot[buffer * KEY_TILE + own_row()] = own[OWN - 1];
+        if (is_dot(0)) return;
+        for (int piece = 0; piece < (branch == SLC ? KEYS / KEY_TILE * blocks_per_tile(s) : 1); piece++)
+            minus_shift[(buffer * PIECES + piece) * KEY_TILE + own_row()] = chosen >> piece & 1 ? own[0] : -INFINITY;
     }
 };
 
-// The shared memory of a block that owns a tile of keys: two buffers for tiles of q and dout and for their statistics.
-// The keys pass through the second buffers on their way into registers.
-template <Branch branch, int D>
+// The shared memory of a block that owns KEYS keys: two buffers for tiles of q and dout and for their statistics. The
+// keys pass through these buffers on their way into registers.
+template <Branch branch, int D, int KEYS>
 struct TokenBuffers {
+    static constexpr int THREADS = dkdv_threads<D, KEYS>();
     bf16 *q_tiles, *dout_tiles, *k_tile, *v_tile;
-    RowStatistics<branch> rows;
+    RowStatistics<branch, D, KEYS> rows;
 
     __device__ explicit TokenBuffers(DynamicShared& shared) {
         q_tiles = shared.take<bf16>(2 * KEY_TILE * D);
         dout_tiles = shared.take<bf16>(2 * KEY_TILE * D);
-        rows.minus_shift = shared.take<float>(2 * sub_blocks(branch) * KEY_TILE);
+        rows.minus_shift = shared.take<float>(2 * rows.PIECES * KEY_TILE);
         rows.dot = shared.take<float>(2 * KEY_TILE);
-        k_tile = q_tiles + KEY_TILE * D;
-        v_tile = keeps_v<D>() ? shared.take<bf16>(KEY_TILE * D) : dout_tiles + KEY_TILE * D;
+        k_tile = q_tiles;
+        v_tile = keeps_v<D>() ? shared.take<bf16>(KEYS * D) : dout_tiles;
     }
     // Their bytes.
     static size_t bytes() {
         const size_t tiles = 2 * KEY_TILE * D * sizeof(bf16), statistics = 2 * KEY_TILE * sizeof(float);
-        return shared_bytes({tiles, tiles, statistics * sub_blocks(branch), statistics, keeps_v<D>() ? tiles / 2 : 0});
+        return shared_bytes({tiles, tiles, statistics * pieces_with_shifts(branch, KEYS), statistics,
+                             keeps_v<D>() ? KEYS * D * sizeof(bf16) : 0});
     }
     __device__ void copy_keys(const bf16* k, const bf16* v, int bg, int first_key, const AttentionShape& s) {
-        constexpr int THREADS = dkdv_threads<D>();
         const size_t group = size_t(bg * s.key_stride + first_key) * D;
-        copy_tile<D, THREADS>(k_tile, k + group, D, s.keys - first_key);
-        copy_tile<D, THREADS>(v_tile, v + group, D, s.keys - first_key);
+#pragma unroll
+        for (int i = 0; i < KEYS; i += KEY_TILE) {
+            copy_tile<D, THREADS>(k_tile + i * D, k + group + i * D, D, s.keys - first_key - i);
+            copy_tile<D, THREADS>(v_tile + i * D, v + group + i * D, D, s.keys - first_key - i);
+        }
         cp_async_commit();
     }
 };
 
 // The keys of a warp as A fragments (or in shared memory), and their sums.
-template <Branch branch, int D>
+template <Branch branch, int D, int KEYS>
 struct WarpKeys {
     static constexpr int M = key_pieces<D>(), TOKENS = 16;  // tokens at a time, as many as there are registers for
     int first_key;                                          // of the tile
@@ -597,7 +645,7 @@ struct WarpKeys {
     // further.
     __device__ int warp_key() const { return threadIdx.x / 32 * 16 * M; }
     __device__ int lane_key() const { return warp_key() + threadIdx.x % 32 / 4; }
-    // There must be a barrier between the arrival of the tiles and this call.
+    // There must be a barrier between the arrival of the tiles and this call, and one before the buffers are used.
     __device__ void load(const bf16* k_tile, const bf16* v, int first) {
         first_key = first;
         v_tile = v;
@@ -635,13 +683,13 @@ struct WarpKeys {
     // the row's token; called only if `masked`; otherwise all tokens see all keys of the warp whose selection block
     // they chose.
     template <class Token>
-    __device__ void add_tokens(const TokenBuffers<branch, D>& buffers, int buffer, bool masked, Token token,
+    __device__ void add_tokens(const TokenBuffers<branch, D, KEYS>& buffers, int buffer, bool masked, Token token,
                                const AttentionShape& s) {
         const int column = threadIdx.x % 4 * 2;
         const bf16* q_tile = buffers.q_tiles + buffer * KEY_TILE * D;
         const bf16* dout_tile = buffers.dout_tiles + buffer * KEY_TILE * D;
         const float* dot = buffers.rows.dot + buffer * KEY_TILE + column;
-        const float* minus_shift = buffers.rows.minus_shift + buffer * sub_blocks(branch) * KEY_TILE + column;
+        const float* minus_shift = buffers.rows.minus_shift + buffer * buffers.rows.PIECES * KEY_TILE + column;
 #pragma unroll 1
         for (int first = 0; first < KEY_TILE; first += TOKENS) {
             float p[M][TOKENS / 8][4] = {}, ds[M][TOKENS / 8][4] = {};
@@ -651,11 +699,11 @@ struct WarpKeys {
             if (masked) hide_tokens(p, first, token, s);
 #pragma unroll
             for (int m = 0; m < M; m++) {
-                const int sub_block = branch == SLC ? (warp_key() + m * 16) >> s.slc_shift : 0;
+                const int piece = branch == SLC ? (warp_key() + m * 16) >> s.slc_shift : 0;
 #pragma unroll
                 for (int n = 0; n < TOKENS / 8; n++) {
                     const float2 minus_lse =
-                        *reinterpret_cast<const float2*>(minus_shift + sub_block * KEY_TILE + first + n * 8);
+                        *reinterpret_cast<const float2*>(minus_shift + piece * KEY_TILE + first + n * 8);
                     const float2 of_dot = *reinterpret_cast<const float2*>(dot + first + n * 8);
 #pragma unroll
                     for (int e = 0; e < 4; e++) {
