@@ -562,8 +562,8 @@ template <int D, int KEYS>
 HOST_DEVICE constexpr int dkdv_threads() {
     return KEYS / 16 / key_pieces<D>() * 32;
 }
-// How many of the keys' pieces of 16 may be seen by other tokens than the rest, since their selection block is another.
-HOST_DEVICE constexpr int pieces_with_shifts(Branch branch, int keys) { return branch == SLC ? keys / 16 : 1; }
+// Selection blocks of so many keys, at most.
+HOST_DEVICE constexpr int sub_blocks(Branch branch, int keys) { return branch == SLC ? keys / 16 : 1; }
 // Whether V stays in shared memory, for lack of registers
 template <int D>
 HOST_DEVICE constexpr bool keeps_v() {
@@ -574,9 +574,9 @@ HOST_DEVICE constexpr bool keeps_v() {
 // token that does not exist, or did not choose the selection block, has a shift that makes its weights 0.
 template <Branch branch, int D, int KEYS>
 struct RowStatistics {
-    static constexpr int PIECES = pieces_with_shifts(branch, KEYS);
+    static constexpr int BLOCKS = sub_blocks(branch, KEYS);
     static constexpr int OWN = 2 * KEY_TILE / dkdv_threads<D, KEYS>();  // numbers of a thread
-    float* minus_shift;  // [2, PIECES, KEY_TILE]: -lse_gated in base 2, or -infinity
+    float* minus_shift;  // [2, BLOCKS, KEY_TILE]: -lse_gated in base 2, or -infinity
     float* dot;          // [2, KEY_TILE]: row_dot
     // Of this thread's row, on the way into shared memory: the first KEY_TILE threads have the row's shift, the next
     // its dot, and where there are no more threads, the first have both.
@@ -595,8 +595,8 @@ struct RowStatistics {
     __device__ void store(int buffer, const AttentionShape& s) const {
         if (is_dot(OWN - 1)) dot[buffer * KEY_TILE + own_row()] = own[OWN - 1];
         if (is_dot(0)) return;
-        for (int piece = 0; piece < (branch == SLC ? KEYS / KEY_TILE * blocks_per_tile(s) : 1); piece++)
-            minus_shift[(buffer * PIECES + piece) * KEY_TILE + own_row()] = chosen >> piece & 1 ? own[0] : -INFINITY;
+        for (int sub = 0; sub < (branch == SLC ? KEYS / KEY_TILE * blocks_per_tile(s) : 1); sub++)
+            minus_shift[(buffer * BLOCKS + sub) * KEY_TILE + own_row()] = chosen >> sub & 1 ? own[0] : -INFINITY;
     }
 };
 
@@ -611,7 +611,7 @@ struct TokenBuffers {
     __device__ explicit TokenBuffers(DynamicShared& shared) {
         q_tiles = shared.take<bf16>(2 * KEY_TILE * D);
         dout_tiles = shared.take<bf16>(2 * KEY_TILE * D);
-        rows.minus_shift = shared.take<float>(2 * rows.PIECES * KEY_TILE);
+        rows.minus_shift = shared.take<float>(2 * rows.BLOCKS * KEY_TILE);
         rows.dot = shared.take<float>(2 * KEY_TILE);
         k_tile = q_tiles;
         v_tile = keeps_v<D>() ? shared.take<bf16>(KEYS * D) : dout_tiles;
@@ -619,7 +619,7 @@ struct TokenBuffers {
     // Their bytes.
     static size_t bytes() {
         const size_t tiles = 2 * KEY_TILE * D * sizeof(bf16), statistics = 2 * KEY_TILE * sizeof(float);
-        return shared_bytes({tiles, tiles, statistics * pieces_with_shifts(branch, KEYS), statistics,
+        return shared_bytes({tiles, tiles, statistics * sub_blocks(branch, KEYS), statistics,
                              keeps_v<D>() ? KEYS * D * sizeof(bf16) : 0});
     }
     __device__ void copy_keys(const bf16* k, const bf16* v, int bg, int first_key, const AttentionShape& s) {
@@ -689,7 +689,7 @@ struct WarpKeys {
         const bf16* q_tile = buffers.q_tiles + buffer * KEY_TILE * D;
         const bf16* dout_tile = buffers.dout_tiles + buffer * KEY_TILE * D;
         const float* dot = buffers.rows.dot + buffer * KEY_TILE + column;
-        const float* minus_shift = buffers.rows.minus_shift + buffer * buffers.rows.PIECES * KEY_TILE + column;
+        const float* minus_shift = buffers.rows.minus_shift + buffer * buffers.rows.BLOCKS * KEY_TILE + column;
 #pragma unroll 1
         for (int first = 0; first < KEY_TILE; first += TOKENS) {
             float p[M][TOKENS / 8][4] = {}, ds[M][TOKENS / 8][4] = {};
@@ -699,11 +699,11 @@ struct WarpKeys {
             if (masked) hide_tokens(p, first, token, s);
 #pragma unroll
             for (int m = 0; m < M; m++) {
-                const int piece = branch == SLC ? (warp_key() + m * 16) >> s.slc_shift : 0;
+                const int sub_block = branch == SLC ? (warp_key() + m * 16) >> s.slc_shift : 0;
 #pragma unroll
                 for (int n = 0; n < TOKENS / 8; n++) {
                     const float2 minus_lse =
-                        *reinterpret_cast<const float2*>(minus_shift + piece * KEY_TILE + first + n * 8);
+                        *reinterpret_cast<const float2*>(minus_shift + sub_block * KEY_TILE + first + n * 8);
                     const float2 of_dot = *reinterpret_cast<const float2*>(dot + first + n * 8);
 #pragma unroll
                     for (int e = 0; e < 4; e++) {
