@@ -34,20 +34,21 @@ EMULATOR_CHECK := -O1 -fsanitize=thread,undefined -fno-sanitize-recover=undefine
 EMULATOR_PLAIN_PROGRAMS := $(addprefix $(BUILD)/,emulator_tests planted_faults cuda_tests)
 EMULATOR_CHECK_PROGRAMS := $(addprefix $(BUILD)/,emulator_tests_check planted_faults_check race_fuzz_check \
   cuda_tests_check)
-EMULATOR_PROGRAMS := $(EMULATOR_PLAIN_PROGRAMS) $(EMULATOR_CHECK_PROGRAMS) $(BUILD)/cuda_tests_120
+# GPUs of compute capability 8.0 and 12.0, which have other tile shapes.
+EMULATOR_OTHER_GPUS := $(BUILD)/cuda_tests_80 $(BUILD)/cuda_tests_120
+EMULATOR_PROGRAMS := $(EMULATOR_PLAIN_PROGRAMS) $(EMULATOR_CHECK_PROGRAMS) $(EMULATOR_OTHER_GPUS)
 SHORT_EMULATOR_PROGRAMS := $(EMULATOR_PLAIN_PROGRAMS) $(BUILD)/emulator_tests_check
 # Programs with their arguments, each one word of dev/run_tests.sh; without cuda_tests, which takes longest.
 SHORT_EMULATOR_TESTS := $(BUILD)/emulator_tests $(BUILD)/emulator_tests_check '$(BUILD)/planted_faults 4'
-# cuda_tests_120: a GPU of compute capability 12.0, which has other tile shapes.
-LONG_EMULATOR_TESTS := '$(BUILD)/cuda_tests_120 --only attention_kernels_head' '$(BUILD)/planted_faults_check 2' \
+LONG_EMULATOR_TESTS := $(EMULATOR_OTHER_GPUS:%='% --only attention_kernels_head') '$(BUILD)/planted_faults_check 2' \
   '$(BUILD)/race_fuzz_check $(strip $(RACE_PROGRAMS))'
 EMULATED := $(if $(HAVE_MPI),$(BUILD)/train_nsa_emulated)
 DEVICE := $(if $(GPU_FOUND),$(BUILD)/test_device)
 
 $(EMULATOR_PLAIN_PROGRAMS): $(BUILD)/%: dev/test/emulator/%.cpp $(BUILD)/command
 	$(call quiet,CXX )$(EMULATOR) -O2 $(SAN_FLAGS) $(DEPENDS) $< -o $@
-$(BUILD)/cuda_tests_120: dev/test/emulator/cuda_tests.cpp $(BUILD)/command
-	$(call quiet,CXX )$(EMULATOR) -DEMULATED_CAPABILITY=120 -O2 $(SAN_FLAGS) $(DEPENDS) $< -o $@
+$(EMULATOR_OTHER_GPUS): $(BUILD)/cuda_tests_%: dev/test/emulator/cuda_tests.cpp $(BUILD)/command
+	$(call quiet,CXX )$(EMULATOR) -DEMULATED_CAPABILITY=$* -O2 $(SAN_FLAGS) $(DEPENDS) $< -o $@
 $(EMULATOR_CHECK_PROGRAMS): $(BUILD)/%_check: dev/test/emulator/%.cpp $(BUILD)/command
 	$(call quiet,CXX )$(EMULATOR) $(EMULATOR_CHECK) $(DEPENDS) -c $< -o $@.o
 	$(call quiet,LINK)$(CXX) $@.o -fsanitize=undefined -pthread -o $@

@@ -595,8 +595,8 @@ enum {
 };
 
 using cudaStream_t = emu::Stream*;
-// 10 major + minor of the GPU that is emulated. 8.6, 8.9 and 12.0 have 99 KB of shared memory for a block, the others
-// what the emulator has.
+// 10 major + minor of the GPU that is emulated. 8.6, 8.9 and 12.0 have 99 KB of shared memory for a block, 8.0 has 163,
+// the others what the emulator has.
 #ifndef EMULATED_CAPABILITY
 #define EMULATED_CAPABILITY 90
 #endif
@@ -605,7 +605,8 @@ struct cudaDeviceProp {
     size_t totalGlobalMem = emu::machine.device_bytes,
            sharedMemPerBlockOptin = EMULATED_CAPABILITY == 86 || EMULATED_CAPABILITY == 89 || EMULATED_CAPABILITY == 120
                                         ? 99 << 10
-                                        : emu::MAX_SHARED;
+                                    : EMULATED_CAPABILITY == 80 ? 163 << 10
+                                                                : emu::MAX_SHARED;
     int major = EMULATED_CAPABILITY / 10, minor = EMULATED_CAPABILITY % 10, multiProcessorCount = 4,
         maxThreadsPerMultiProcessor = 2048, warpSize = 32, l2CacheSize = 1 << 20;
 };
