@@ -580,7 +580,7 @@ struct RowStatistics {
     float* dot;          // [2, KEY_TILE]: row_dot
     // Of this thread's row, on the way into shared memory: the first KEY_TILE threads have the row's shift, the next
     // its dot, and where there are no more threads, the first have both.
-    float own[OWN];
+    float own[OWN] = {};
     unsigned chosen = ~0u;  // the selection blocks that its token chose
 
     __device__ static int own_row() { return threadIdx.x % KEY_TILE; }
