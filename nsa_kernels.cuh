@@ -1247,12 +1247,12 @@ template <Branch branch, int D>
 __global__ void __launch_bounds__(MOST_TILE_THREADS<D, false>, 256 / MOST_TILE_THREADS<D, false>)
     attention_forward_kernel(bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v,
                              const uint32_t* selection, const SelectedChoice* choice, AttentionShape s) {
-    constexpr int M = row_pieces<D, false>();
+    constexpr int M = row_pieces<D, false>(), KEYS = forward_keys<D>();  // keys at a time
     if (branch == SLC && choice && choice->gather) return;
     QueryBlock<branch, D, false> block(q, nullptr, k, v, selection, s);
     const int first_tile = block.start(s);
     unsigned q_rows[M][D / 16][4];
-    if (D <= 64) load_rows<D>(q_rows, block.q_tile, block.first_row);
+    if (q_in_registers<D>()) load_rows<D>(q_rows, block.q_tile, block.first_row);
     float sums[M][D / 8][4], shift[M][2], total[M][2];
     clear(sums);
 #pragma unroll
@@ -1264,11 +1264,10 @@ __global__ void __launch_bounds__(MOST_TILE_THREADS<D, false>, 256 / MOST_TILE_T
         }
 
     block.walk(first_tile, s, [&](const TileView& view, const bf16* k_tile, const bf16* v_tile) {
-        constexpr int KEYS = D <= 64 ? KEY_TILE : COMPILED_GENERATION.forward_keys_128;
 #pragma unroll 1
         for (int first = 0; first < KEY_TILE; first += KEYS) {
             float p[M][KEYS / 8][4] = {};
-            if constexpr (D <= 64) multiply_rows<D, M, KEYS / 16>(p, q_rows, k_tile, first);
+            if constexpr (q_in_registers<D>()) multiply_rows<D, M, KEYS / 16>(p, q_rows, k_tile, first);
             else multiply_rows<D, M, KEYS / 16>(p, block.q_tile, block.first_row, k_tile, first);
             if (view.masked) hide_keys<branch>(p, view, first, block.ends, s);
             online_softmax<branch, D>(p, sums, shift, total, view, s.scale);
@@ -1417,7 +1416,6 @@ __global__ void __launch_bounds__(dkdv_threads<D, dkdv_keys<branch, D>()>(),
     __syncthreads();
     WarpKeys<branch, D, KEYS> keys;
     keys.load(buffers.k_tile, buffers.v_tile, first_key);
-    __syncthreads();
 
     // there are fewer than 2^31 rows
     const int first_token = bg * s.queries;  // in `selection`

@@ -35,7 +35,6 @@ constexpr double CUBLAS_SHARE = 0.65, LAUNCH_SECONDS = 2e-6;
 constexpr int H100_MULTIPROCESSORS = 132;
 constexpr double H100_CLOCK = H100_FLOPS / (2.0 * 2048 * H100_MULTIPROCESSORS);
 constexpr size_t H100_SHARED_BYTES = 232448;  // of a block
-constexpr int H100_QUERY_ROWS = 128;          // generation_of(90), for heads of any dimension
 
 // What keeps a multiprocessor busy, in cycles.
 enum Resource { PRODUCTS, SHARED_MEMORY, EXPONENTIALS, INSTRUCTIONS, L2, MEMORY, RESOURCES };
@@ -64,9 +63,9 @@ struct DimensionCounts {
 };
 // clang-format off
 constexpr DimensionCounts COUNTS[] = {
-    {64, 32, 32, 32, 128, { 64, 16, 34,  495,     0}, { 96, 24, 32,  454,     0}, {128,  48, 32,  514,     0},
+    {64, 32, 32, 32, dkdv_keys<SLC, 64>(), { 64, 16, 34,  495,     0}, { 96, 24, 32,  454,     0}, {128,  48, 32,  514,     0},
                  { 64, 36, 34,  668,  8192}, { 96, 56, 32,  729,  8192}, {  8,   4,  8,   77,     0}},
-    {128, 32, 16, 16, 64, {128, 48, 36, 715,     0}, {192, 96, 32,  728,     0}, {256, 160, 32,  892,     0},
+    {128, 32, 16, 16, dkdv_keys<SLC, 128>(), {128, 48, 36, 715,     0}, {192, 96, 32,  728,     0}, {256, 160, 32,  892,     0},
                  {128, 72, 34,  926, 16384}, {192, 112, 32, 1066, 16384}, {16,   8,  8,   89,     0}}};
 // clang-format on
 inline const DimensionCounts& counts_of(const NsaShape& s) {
@@ -133,10 +132,14 @@ inline double tile_bytes(const NsaShape& s) { return KEY_TILE * s.D * 2.0; }
 // Pieces of 16 among so many rows or keys, where a warp has `unit` of them.
 inline double pieces_of(int rows, int unit) { return (rows + unit - 1) / unit * (unit / 16); }
 
+inline AttentionShape h100_shape(Branch branch, const NsaShape& s, bool backward) {
+    return attention_shape(branch, s, 0, query_rows_of(generation_of(90), s.D, backward));
+}
+
 // Forward and dQ of a branch without a selection: tiles of queries, the last first, as query_tile() has them.
 inline void predict_query_tiles(PredictedKernel& kernel, Branch branch, bool backward, const NsaShape& s) {
     const DimensionCounts& c = counts_of(s);
-    const AttentionShape a = attention_shape(branch, s, 0, H100_QUERY_ROWS);
+    const AttentionShape a = h100_shape(branch, s, backward);
     const double pieces = pieces_of(a.heads * a.tile_tokens, backward ? c.dq_rows : c.forward_rows);
     for (int tile = a.tiles - 1; tile >= 0; tile--) {
         const int first = tile * a.tile_tokens, last = std::min(first + a.tile_tokens, s.T) - 1;
@@ -150,7 +153,7 @@ inline void predict_query_tiles(PredictedKernel& kernel, Branch branch, bool bac
 // dK and dV: tiles of keys, each of which meets tiles of tokens once for every head; each warp leaves out what none of
 // its keys is seen by.
 inline void predict_key_tiles(PredictedKernel& kernel, Branch branch, const NsaShape& s) {
-    const AttentionShape a = attention_shape(branch, s, 0, H100_QUERY_ROWS);
+    const AttentionShape a = h100_shape(branch, s, true);
     const int keys = counts_of(s).keys;
     auto seen_from = [&](int key) { return branch == CMP ? key * s.d + s.l - 1 : key; };
     for (int tile = 0; tile < key_tiles(a); tile++)
@@ -228,7 +231,7 @@ struct SelectedPrediction {
             }
     }
     void predict_dkdv(PredictedKernel& kernel, bool gathered) const {
-        const AttentionShape a = attention_shape(SLC, s, 0, H100_QUERY_ROWS);
+        const AttentionShape a = h100_shape(SLC, s, true);
         const int own = gathered ? 1 : counts_of(s).selected_keys / KEY_TILE;  // tiles of keys of a block
         const size_t blocks = size_t((key_tiles(a) + own - 1) / own) * size_t(a.batch_groups);
         std::vector<double> visits(blocks);  // of tiles of 64 tokens, or tokens
@@ -238,10 +241,10 @@ struct SelectedPrediction {
                 int before = -1;
                 for_blocks(bg, first, std::min(KEY_TILE, s.T - first), [&](int block, int choosers) {
                     const size_t i = size_t(block / own) * size_t(a.batch_groups) + size_t(bg);
-                    if (block / own != before)
-                        visits[i] += gathered ? choosers : 1,
-                            pairs[i] += std::min(own, first / KEY_TILE - block / own * own + 1);
+                    if (block / own == before) return;
                     before = block / own;
+                    visits[i] += gathered ? choosers : 1;
+                    pairs[i] += std::min(own, first / KEY_TILE - block / own * own + 1);
                 });
             }
         auto block = [&](double token_tiles, double tile_pairs) {
@@ -278,7 +281,7 @@ struct SelectedPrediction {
         return double(gathered_piece_cost<D>(generation_of(90).mma_cycles)) * pieces < masked;
     }
     Prediction pass(bool backward, bool gathered) const {
-        AttentionShape a = attention_shape(SLC, s, 0, H100_QUERY_ROWS);
+        AttentionShape a = h100_shape(SLC, s, backward);
         if (gathered) with_head_dimension(s.D, [&](auto D) { a = gather_shape<D()>(s, backward, H100_SHARED_BYTES); });
         PredictedKernel of_queries, of_keys;
         Prediction p;

@@ -229,8 +229,7 @@ struct GatherBlock {
 
         copy_queries_by_token<D>(q_tile, q + q_offset<D>(tile, s), size_t(s.queries) * D, D, tile.tokens, s);
         if constexpr (BACKWARD)
-            copy_queries_by_token<D>(dout_tile, dout + dout_offset<D>(tile, s), D, size_t(s.G) * s.heads * D,
-                                     tile.tokens, s);
+            copy_queries_by_token<D>(dout_tile, dout + dout_offset<D>(tile, s), D, size_t(s.H) * D, tile.tokens, s);
         cp_async_commit();
         selection = all_selections + (size_t(tile.bg) * s.queries + tile.j0) * s.words;
         find_choosers(choosers, used, selection, tile.tokens, end_tile, s);
@@ -534,10 +533,9 @@ __global__ void __launch_bounds__(dkdv_threads<D, KEY_TILE>(), D > 64 ? 2 : 4)
     __syncthreads();
     WarpKeys<SLC, D, KEY_TILE> keys;
     keys.load(buffers.k_tile, buffers.v_tile, first_key);
-    __syncthreads();
 
     // there are fewer than 2^31 rows
-    const int H = s.G * s.heads, dout_row = bg / s.G * s.queries * H + bg % s.G * s.heads;
+    const int dout_row = bg / s.G * s.queries * s.H + bg % s.G * s.heads;
     auto fetch = [&](int buffer, int first, int head) {
         const int q_row = int(block_index_again()) % s.batch_groups * s.heads * s.queries;
         const bf16* q_head = in.q + size_t(q_row + head * s.queries) * D;
@@ -548,7 +546,7 @@ __global__ void __launch_bounds__(dkdv_threads<D, KEY_TILE>(), D > 64 ? 2 : 4)
             const int j = list[first + done + first_row];
             const int at = buffer * KEY_TILE * D + chunk_at<D>(first_row, chunk) + done * D;
             cp_async_16(buffers.q_tiles + at, q_head + size_t(max(j, 0)) * D + chunk * 8, j >= 0);
-            cp_async_16(buffers.dout_tiles + at, dout_head + size_t(max(j, 0)) * H * D + chunk * 8, j >= 0);
+            cp_async_16(buffers.dout_tiles + at, dout_head + size_t(max(j, 0)) * s.H * D + chunk * 8, j >= 0);
         }
         cp_async_commit();
         const int j = list[first + buffers.rows.own_row()];

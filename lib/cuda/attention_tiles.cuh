@@ -49,6 +49,15 @@ template <int D, bool BACKWARD>
 HOST_DEVICE constexpr int row_pieces() {
     return D > 64 && BACKWARD ? 1 : 2;
 }
+// Forward only.
+template <int D>
+HOST_DEVICE constexpr bool q_in_registers() {
+    return D <= 64;
+}
+template <int D>
+HOST_DEVICE constexpr int forward_keys() {
+    return D <= 64 ? KEY_TILE : COMPILED_GENERATION.forward_keys_128;
+}
 template <int D, bool BACKWARD>
 HOST_DEVICE constexpr int tile_threads(int query_rows) {
     return query_rows / 16 / row_pieces<D, BACKWARD>() * 32;
@@ -301,8 +310,7 @@ __device__ inline size_t q_offset(const QueryTile& tile, const AttentionShape& s
 }
 template <int D>
 __device__ inline size_t dout_offset(const QueryTile& tile, const AttentionShape& s) {
-    const size_t H = size_t(s.G) * s.heads;
-    return ((size_t(tile.bg / s.G) * s.queries + tile.j0) * H + size_t(tile.bg % s.G) * s.heads) * D;
+    return ((size_t(tile.bg / s.G) * s.queries + tile.j0) * s.H + size_t(tile.bg % s.G) * s.heads) * D;
 }
 // The rows of a tile of queries, from heads and tokens that are head_stride and token_stride elements apart; the first
 // `tokens` of the tile exist.
@@ -488,8 +496,7 @@ struct QueryBlock {
         copy_queries<D>(q_tile, q + q_offset<D>(tile, s), size_t(s.queries) * D, D, rows, tile.tokens, s);
         if constexpr (BACKWARD) {
             dout_tile = shared.take<bf16>(s.query_rows * D);
-            copy_queries<D>(dout_tile, dout + dout_offset<D>(tile, s), D, size_t(s.G) * s.heads * D, rows, tile.tokens,
-                            s);
+            copy_queries<D>(dout_tile, dout + dout_offset<D>(tile, s), D, size_t(s.H) * D, rows, tile.tokens, s);
         }
         cp_async_commit();
         selection = all_selections;
@@ -645,7 +652,7 @@ struct WarpKeys {
     // further.
     __device__ int warp_key() const { return threadIdx.x / 32 * 16 * M; }
     __device__ int lane_key() const { return warp_key() + threadIdx.x % 32 / 4; }
-    // There must be a barrier between the arrival of the tiles and this call, and one before the buffers are used.
+    // There must be a barrier between the arrival of the tiles and this call; after it their buffers are free.
     __device__ void load(const bf16* k_tile, const bf16* v, int first) {
         first_key = first;
         v_tile = v;
@@ -658,6 +665,7 @@ struct WarpKeys {
             }
         clear(dk);
         clear(dv);
+        __syncthreads();
     }
     // The scores p of tokens first .. first + TOKENS - 1 of a tile become -infinity where the token does not see the
     // key.
