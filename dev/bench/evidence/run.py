@@ -3,7 +3,7 @@
 
     run.py --cache CACHE --work FOLDER [--plan plan.txt] [--setting small.json] [--program ./train_nsa] [--jobs 2]
     run.py --list ...             prints the queue, one line a run, and starts nothing
-    run.py --predict TFLOPS ...   prints what the plan's sweeps cost at so many TFLOP/s
+    run.py --predict TFLOPS ...   prints what the plan costs at so many TFLOP/s
 
 A line of the plan is `sweep ARM RATE...`, `longer ARM TOKENS RATE...` or `run ARM RATE|best SEED TOKENS`. A sweep runs
 each rate on seed 0 at a quarter of the setting's tokens, doubles or halves the rate beyond the range while the best one
@@ -302,14 +302,23 @@ class Runner:
             child.send_signal(signal.SIGTERM)
 
 
+def tokens_of(kind, words, whole):
+    """Tokens that a line of the plan trains on; rates beyond its range come on top."""
+    if kind == "sweep":
+        return whole * (len(words) / 4 + len(SEEDS))
+    if kind == "longer":
+        return int(words[0]) * (len(words) - 1 + len(SEEDS) - 1)
+    return int(words[2])
+
+
 def predict(runner, tflops):
     total = 0
-    for kind, arm, words in runner.plan:
-        if kind == "sweep":
-            tokens = runner.setting["tokens"] * (len(words) / 4 + len(SEEDS))
-            hours = runner.arm(arm).flops * tokens / tflops / 1e12 / 3600
-            total += hours
-            print(f"{arm}: {runner.arm(arm).parameters} parameters, {tokens / 1e9:.3g} G tokens, {hours:.3g} hours")
+    for kind, name, words in runner.plan:
+        arm = runner.arm(name)
+        tokens = tokens_of(kind, words, runner.setting["tokens"])
+        hours = arm.flops * tokens / tflops / 1e12 / 3600
+        total += hours
+        print(f"{kind} {name}: {arm.parameters} parameters, {tokens / 1e9:.3g} G tokens, {hours:.3g} hours")
     print(f"predicted at {tflops:g} TFLOP/s, not measured: {total:.3g} hours; evaluations and rates beyond the range "
           "come on top")
 

@@ -658,6 +658,9 @@ TEST(run_comparison_of_arms) {
     CHECK_EQUAL(day.err, "");
     CHECK_EQUAL(day.status, 0);
     CHECK(day.out.find("predicted at 300 TFLOP/s, not measured: ") != std::string::npos);
+    // Two rates and two more seeds of 512 tokens, and one run of 256.
+    CHECK(std::regex_search(day.out, std::regex("longer nsa\\+smear\\+init=narrow: .* 2.05e-06 G tokens")));
+    CHECK(std::regex_search(day.out, std::regex("run alternating\\+full-every=2: .* 2.56e-07 G tokens")));
     const size_t runs = glob_files(c.folder.file("work/results/*.json")).size();
     // Losses of such a run fall with the rate: two rates and four doublings. With all tokens the best is halved once.
     CHECK(file_exists(c.folder.file("work/results/nsa_lr0.032_seed0_tokens256.json")));
