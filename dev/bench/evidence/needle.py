@@ -37,7 +37,7 @@ SAMPLES = [([1023], 8), ([511] * 2, 8), ([255] * 4, 4), ([127] * 8, 4)]
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 # RULER's noise (arXiv 2404.06654), which is soon learnt, so that what is left to learn is to look up.
 FILLER = "the grass is green. the sky is blue. the sun is yellow. here we go. there and back again. "
-CELL, LEFT, TOP, GAP = 34, 52, 58, 34  # of the heat maps
+CELL, LEFT, TOP, GAP, ACROSS = 34, 52, 58, 34, 2  # of the heat maps
 
 
 def make_chains(count, hops, generator):
@@ -220,13 +220,13 @@ def text(x, y, words, more='text-anchor="middle"'):
     return f'<text x="{x:.1f}" y="{y:.1f}" {more}>{words}</text>'
 
 
-def heat_map(title, cells, left):
+def heat_map(title, cells, left, top):
     """A column for each eighth, a row for each length; from clear, a quarter or less, to solid, all answered."""
-    parts = [text(left, 16, title, 'fill="#888"'), text(left, TOP - 24, "the fact lies in eighth", 'fill="#888"')]
+    parts = [text(left, top - 28, title, 'fill="#888"')]
     for i in range(EIGHTHS):
-        parts.append(text(left + (i + 0.5) * CELL, TOP - 6, str(i + 1), 'text-anchor="middle" fill="#888"'))
+        parts.append(text(left + (i + 0.5) * CELL, top - 6, str(i + 1), 'text-anchor="middle" fill="#888"'))
     for row, length in enumerate(sorted({key[0] for key in cells})):
-        y = TOP + row * CELL
+        y = top + row * CELL
         if left == LEFT:
             parts.append(text(left - 6, y + CELL / 2 + 4, str(length), 'text-anchor="end" fill="#888"'))
         for i in range(EIGHTHS):
@@ -243,14 +243,15 @@ def heat_map(title, cells, left):
 
 def figure(arms):
     """(words, cells) of each arm. No background and colours of middle brightness: for white and for black pages."""
-    from table import words_of
-    rows = len({key[0] for key in arms[0][1]})
-    width, height = LEFT + len(arms) * (EIGHTHS * CELL + GAP), TOP + rows * CELL + 30
+    from table import titles_of
+    of_panel = TOP + len({key[0] for key in arms[0][1]}) * CELL + 14
+    width, height = LEFT + ACROSS * (EIGHTHS * CELL + GAP), -(-len(arms) // ACROSS) * of_panel + 30
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
              'font-size="12">']
-    for i, (name, cells) in enumerate(arms):
-        parts += heat_map(words_of(name.partition("_lr")[0]), cells, LEFT + i * (EIGHTHS * CELL + GAP))
-    below = "% answered, by the bytes of the text and where in it the fact lies; guessing is 25; trained on 1024 bytes"
+    titles, _ = titles_of([name.partition("_lr")[0] for name, _ in arms])
+    for i, (title, (_, cells)) in enumerate(zip(titles, arms)):
+        parts += heat_map(title, cells, LEFT + i % ACROSS * (EIGHTHS * CELL + GAP), TOP + i // ACROSS * of_panel)
+    below = "% answered, by bytes of text and eighth in which the fact lies; guessing is 25; trained on 1024"
     parts.append(text(LEFT, height - 8, below, 'fill="#888"'))
     return "\n".join(parts + ["</svg>"]) + "\n"
 

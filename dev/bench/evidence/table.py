@@ -25,6 +25,7 @@ WORDS = {
     "window+compressed": "compressed and window", "alternating": "window and full, 3:1", "optimizer=muon": "Muon",
     "init=narrow": "narrow init", "qk-norm": "QK norm", "activation=relu2": "ReLU\u00b2", "head=untied": "untied head",
 }
+LETTERS = {"cmp-block": "l", "cmp-stride": "d", "slc-block": "l'", "slc-count": "n", "window": "w"}
 COLORS = ["#d9534f", "#3a8fd9", "#2fa36b", "#b8860b", "#9a6fd0", "#e07bb0", "#5aa9a9", "#8a8a8a"]
 
 
@@ -44,7 +45,16 @@ def words_of(arm):
         options.remove("init=narrow")
     if "optimizer=muon" not in options:
         options.insert(0, "AdamW")
-    return ", ".join(WORDS.get(word, word) for word in [base] + options)
+    named = [LETTERS[name] + " = " + value if name in LETTERS else name + equals + value
+             for name, equals, value in (option.partition("=") for option in options)]
+    return ", ".join(WORDS.get(word, word) for word in [base] + named)
+
+
+def titles_of(arms):
+    """(the words of each arm less those that all have, the words that all have)."""
+    words = [words_of(arm).split(", ") for arm in arms]
+    shared = [word for word in words[0][1:] if len(words) > 1 and all(word in arm for arm in words)]
+    return [", ".join(word for word in arm if word not in shared) for arm in words], ", ".join(shared)
 
 
 def round_ticks(low, high):
@@ -168,13 +178,14 @@ def figure(arms):
         parts.append(text(axes.x(at * 1e6), HEIGHT - BOTTOM + 18, f"{at:.{decimals}f}", "middle"))
     title = "training loss, nats per byte, over the bytes of training, in millions"
     parts.append(text(axes.x(axes.right / 2), HEIGHT - 4, title, "middle"))
-    rows = [(name, COLORS[i % len(COLORS)], f"{mean([r['held_out_loss'] for r in arms[name]]):.3f}")
-            for i, name in enumerate(arms)]
-    for i, (name, color, loss) in enumerate(rows):
+    titles, shared = titles_of([name for name, _ in arms])
+    for i, (name, words) in enumerate(zip(arms, titles)):
+        color, loss = COLORS[i % len(COLORS)], f"{mean([run['held_out_loss'] for run in arms[name]]):.3f}"
         curve = [(axes.x(t), axes.y(l)) for t, l in curves[name] if l <= axes.high]
         parts.append(line(curve, color, 'stroke-dasharray="6 3"' if i >= len(COLORS) else ""))
-        parts.append(text(WIDTH - RIGHT + 14, TOP + 16 + 20 * i, f"{words_of(name[0])}: {loss}", color=color))
-    parts.append(text(WIDTH - RIGHT + 14, TOP + 16 + 20 * len(rows), "(held-out loss at the end)"))
+        parts.append(text(WIDTH - RIGHT + 14, TOP + 16 + 20 * i, f"{words}: {loss}", color=color))
+    for i, words in enumerate(["(held-out loss at the end)"] + [f"(all with {shared})"] * bool(shared)):
+        parts.append(text(WIDTH - RIGHT + 14, TOP + 16 + 20 * (len(arms) + i), words))
     return "\n".join(parts + ["</svg>"]) + "\n"
 
 

@@ -767,6 +767,9 @@ TEST(run_needles) {
     for (size_t at = 0; (at = picture.find("<rect", at)) != std::string::npos; at++) rectangles++;
     CHECK_EQUAL(rectangles, size_t(8));
     CHECK(picture.find(">NSA, AdamW</text>") != std::string::npos);
+    // Beside another arm a title says only what the two do not share.
+    CHECK_EQUAL(c.run("needle.py", {"show", "--answers", answers, "--svg", svg, "nsa", "nsa"}).status, 0);
+    CHECK(read_file(svg).find(">NSA</text>") != std::string::npos);
     size_t items = 0;
     for (const std::string& line : program::lines_of(read_file(c.folder.file("needle/items_256.jsonl")))) {
         const Json item = parse_json(line, "an item");
