@@ -38,7 +38,7 @@ def load(folder, pattern):
 
 
 def words_of(arm):
-    """"NSA, Muon, smear" of nsa+optimizer=muon+init=narrow+smear, whose init is what smear needs."""
+    """["NSA", "Muon", "smear"] of nsa+optimizer=muon+init=narrow+smear, whose init is what smear needs."""
     base = max((name for name in WORDS if arm == name or arm.startswith(name + "+")), key=len)
     options = arm[len(base):].split("+")[1:]
     if "smear" in options and "init=narrow" in options:
@@ -47,12 +47,12 @@ def words_of(arm):
         options.insert(0, "AdamW")
     named = [LETTERS[name] + " = " + value if name in LETTERS else name + equals + value
              for name, equals, value in (option.partition("=") for option in options)]
-    return ", ".join(WORDS.get(word, word) for word in [base] + named)
+    return [WORDS.get(word, word) for word in [base] + named]
 
 
 def titles_of(arms):
     """(the words of each arm less those that all have, the words that all have)."""
-    words = [words_of(arm).split(", ") for arm in arms]
+    words = [words_of(arm) for arm in arms]
     shared = [word for word in words[0][1:] if len(words) > 1 and all(word in arm for arm in words)]
     return [", ".join(word for word in arm if word not in shared) for arm in words], ", ".join(shared)
 
