@@ -390,7 +390,7 @@ train() {
     mfu=$(sed -n 's/.*\(, MFU [0-9.]* % of [0-9.]* TFLOP.s\).*/\1/p' "$WORK/$name.out")
     memory=$(sed -n 's/.*peak memory \([0-9]* MiB\) on the GPU.*/, \1 of GPU memory/p' "$WORK/$name.out")
     echo "result: $name | $rate | tokens/s | median of the steps after the 5th$mfu$memory," \
-        "first step after $(cat "$WORK/$name.first") s; random token ids, $*"
+        "first step after $(cat "$WORK/$name.first") s; random token ids, $*" | tee -a "$WORK/trained"
 }
 # One make for both programs, so that it probes the machine once. If nvcc cannot cope with what the host compiler knows
 # about this processor, build for a plainer one.
@@ -475,35 +475,44 @@ part_tests() {
     done
     return "$status"
 }
-# sanitize 'TOOL [OPTION]...' COMMAND...: at most 110 seconds of it
+# sanitize 'TOOL [OPTION]...' COMMAND...: starts one that may take 300 seconds, and remembers it in `jobs`
 sanitize() {
     local tool=$1
     shift
-    echo "-- $tool: $*"
-    # shellcheck disable=SC2086  # a tool with its own options
-    limited 110 compute-sanitizer --tool $tool --print-limit 5 --error-exitcode 1 "$@"
+    {
+        echo "-- $tool: $*"
+        # shellcheck disable=SC2086  # a tool with its own options
+        limited 300 compute-sanitizer --tool $tool --print-limit 5 --error-exitcode 1 "$@"
+    } >"$WORK/sanitizer_${#jobs[@]}" 2>&1 &
+    jobs+=($!)
 }
+# All at once: they wait for the processor, not for the GPU.
 part_sanitizer() {
     if ! command -v compute-sanitizer >/dev/null; then
         echo "skipped: there is no compute-sanitizer on PATH"
         return 0
     fi
-    local status=0 more tests="attention_kernels_heads"
+    local status=0 more number failed=0 tests="attention_kernels_heads"
+    local -a jobs=()
     local small="--device cuda --layers 1 --dim 384 --head-dim 64 --heads 6 --kv-groups 1
-        --cmp-block 32 --cmp-stride 16 --slc-block 64 --slc-count 3 --window 100
         --seq-len 520 --batch 1 --total-batch 520 --steps 1 --eval-batches 1 --sample-tokens 2 --stall-timeout 0"
-    for more in "" "--recompute 2" "--attention full"; do
-        rm -rf "$WORK/sanitized"
+    local nsa="--cmp-block 32 --cmp-stride 16 --slc-block 64 --slc-count 3 --window 100"
+    for more in "$nsa" "$nsa --recompute 2" "--attention full"; do
         # shellcheck disable=SC2086  # lists of words
-        sanitize "memcheck --report-api-errors no" ./train_nsa $small $more --out "$WORK/sanitized" || status=1
+        sanitize "memcheck --report-api-errors no" ./train_nsa $small $more --out "$WORK/sanitized_${#jobs[@]}"
     done
     # racecheck misjudges cuBLASLt's kernels, so it runs on the attention kernels only. In these tests every array is an
     # allocation of its own, so memcheck sees the end of each.
     plain_only && tests="cuda_attention_full ladder_rungs_agree"
     for more in $tests; do
-        sanitize memcheck ./build/test_device --only "$more" || status=1
-        sanitize racecheck ./build/test_device --only "$more" || status=1
+        sanitize memcheck ./build/test_device --only "$more"
+        sanitize racecheck ./build/test_device --only "$more"
     done
+    for number in "${!jobs[@]}"; do
+        wait "${jobs[$number]}" || { status=1; failed=$((failed + 1)); }
+        cat "$WORK/sanitizer_$number"
+    done
+    echo "answer: of ${#jobs[@]} runs under compute-sanitizer $failed failed or were stopped"
     return "$status"
 }
 # perf OPTIONS...: every operation of a step, two minutes at most
@@ -683,6 +692,7 @@ part_batches() {
 # Every length has the same number of tokens in a micro-step, so only attention differs.
 part_long() {
     local T level status=0
+    rm -f "$WORK/trained"
     for T in 4096 8192 16384; do
         train "NSA, T=$T" --batch $((65536 / T)) --seq-len "$T" --total-batch 65536 --steps 12 || status=1
         train "full attention, T=$T" --batch $((65536 / T)) --seq-len "$T" --total-batch 65536 --steps 12 \
@@ -692,6 +702,7 @@ part_long() {
         train "NSA, T=65536, --recompute $level" --batch 1 --seq-len 65536 --total-batch 65536 --recompute "$level" \
             --steps 10 || status=1
     done
+    echo "answer: tokens/s of$(sed -nE 's/^result: ([^|]*) \| ([0-9]*) .*/ \1: \2;/p' "$WORK/trained" | tr -d '\n')"
     return "$status"
 }
 has_mpi() { command -v mpirun >/dev/null && ./train_nsa --version 2>/dev/null | grep '^MPI: ' >/dev/null; }

@@ -539,13 +539,34 @@ TEST_LONG(run_gpu_check_goes_on_after_a_hang) {
     std::filesystem::remove(machine.folder.file("bin/timeout"));
     CHECK_EQUAL(machine.run({"dev/gpu_check.sh", "sanitizer"}, "TOTAL=19").status, 1);
     const std::string sanitized = read_file(machine.report());
-    for (const char* line : {"\nwaits: passive\n", "\nstopped after ", "\nno time is left for it\n"})
+    for (const char* line : {"\nwaits: passive\n", "\nstopped after ", "\nFAILED after ",
+                             ": of 5 runs under compute-sanitizer 5 failed or were stopped\n"})
         CHECK(sanitized.find(line) != std::string::npos);
     CHECK_EQUAL(count(sanitized, "`bash -c part_sanitizer`: exit status 1 after "), size_t(1));
     const int child = std::stoi(read_file(machine.folder.file("pid")));
     bool gone = false;
     for (int i = 0; i < 100 && !gone; i++, usleep(20000)) gone = kill(child, 0) != 0;
     CHECK(gone);
+}
+
+// The stand-in for the program takes any options; the program itself refused those of one run on the first GPU.
+TEST(run_gpu_check_sanitizes_runs_that_the_program_accepts) {
+    using namespace script_tests;
+    Machine machine;
+    machine.script("train_nsa", "echo \"$*\" >>'" + machine.folder.file("asked") + "'\n");
+    CHECK_EQUAL(machine.run({"dev/gpu_check.sh", "sanitizer"}).status, 0);
+    std::istringstream asked(read_file(machine.folder.file("asked")));
+    int runs = 0;
+    for (std::string line; std::getline(asked, line);) {
+        std::istringstream in(line);
+        program::Words words;
+        for (std::string word; in >> word;) words.push_back(word == "cuda" ? "cpu" : word);
+        if (words[0] == "--version") continue;
+        runs++;
+        words.back() = machine.folder.file("run" + std::to_string(runs));  // --out
+        CHECK_EQUAL(program::run(words).status, 0);
+    }
+    CHECK_EQUAL(runs, 3);
 }
 
 // `make demo` with a small text and its own sources: one command, and everything is there.
