@@ -1683,7 +1683,7 @@ inline void launch_attention_forward(bf16* out, float* lse, const bf16* q, const
     const AttentionShape a = attention_shape(branch, s, 0, query_rows_of_device(D, false));
     const SelectedChoice* choice = nullptr;
     if constexpr (branch == SLC) {
-        const SelectedKernel kernel = resolve_selected<D>(asked, s);
+        const SelectedKernel kernel = resolve_selected_forward<D>(asked, s);
         WorkspacePieces pieces{static_cast<char*>(workspace.data)};
         choice = choose_selected<D>(kernel, pieces, workspace.choice, selection, s, stream);
         if (kernel != SelectedKernel::TILES) launch_gather_forward<D>(out, lse, q, k, v, selection, s, choice, stream);

@@ -263,9 +263,10 @@ struct SelectedPrediction {
     }
     // Where AUTO is open; dK and dV are gathered there.
     bool may_gather() const { return s.slc_blocks() > 2 * s.slc_count; }
-    // The forward pass and dQ, by the rule of choose_selected_kernel.
-    bool gathers() const {
+    // The forward pass or dQ, by the rules of resolve_selected_forward and choose_selected_kernel.
+    bool gathers(bool backward) const {
         bool yes = false;
+        if (s.D > 64 && !backward) return yes;
         with_head_dimension(s.D, [&](auto D) { yes = gathers<D()>(); });
         return yes;
     }
@@ -346,9 +347,9 @@ inline void print_predicted_length(const NsaShape& s, const TrainedSelections* m
             trained ? model->masks(s, 1) : AttentionSet::selection(s, 1, shared ? 3 : 0, shared ? 4 : 1);
         std::fprintf(out, "%7d %s\n", s.T, describe_selection(kind, masks, s).c_str());
         const SelectedPrediction selected{s, masks};
-        const bool gathered = selected.gathers();
-        const Prediction p[2] = {selected.pass(false, gathered), selected.pass(true, gathered)};
-        print(format_text("selected, %s, %s", kind, gathered ? "gathered" : "tiles"), SELECTED_ALONE, p);
+        const bool forward = selected.gathers(false), dq = selected.gathers(true);
+        const Prediction p[2] = {selected.pass(false, forward), selected.pass(true, dq)};
+        print(format_text("selected, %s, %s", kind, dq ? "gathered" : "tiles"), SELECTED_ALONE, p);
         Prediction whole[2] = {p[0], p[1]};
         for (const int pass : {0, 1})
             whole[pass].add(scored[pass]), whole[pass].add(win[size_t(pass)]), whole[pass].add(rest[size_t(pass)]);
@@ -423,7 +424,7 @@ inline Prediction predict_attention_operation(const std::string& name, const Nsa
         return predict_branch(name.find(", compressed") == std::string::npos ? WIN : CMP, s, backward);
     const std::vector<uint32_t> masks = AttentionSet::selection(s, 1, 3, 4);
     const SelectedPrediction selected{s, masks};
-    return selected.pass(backward, selected.gathers());
+    return selected.pass(backward, selected.gathers(backward));
 }
 // The row of an operation that Timed names so; null: there is none.
 inline const OperationCounts* counts_of_operation(const std::string& name) {

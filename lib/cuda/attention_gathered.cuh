@@ -21,9 +21,9 @@
 #include "attention_kernels.h"
 #include "runtime.cuh"
 
-// AUTO's decision for the forward pass and dQ, and its reasons, in GPU memory. Both sets of kernels are launched; those
-// that were not chosen return at once. dK and dV are left to gathered rows where AUTO is open: on an H100 they took
-// 0.94 of the time of masked tiles at 2048 tokens and 0.17 at 16384.
+// AUTO's decision for the forward pass (heads of up to 64) and dQ, and its reasons, in GPU memory. Both sets of kernels
+// are launched; those that were not chosen return at once. dK and dV are left to gathered rows where AUTO is open: on
+// an H100 they took 0.94 of the time of masked tiles at 2048 tokens and 0.17 at 16384.
 struct SelectedChoice {
     int gather;         // 1: gathered rows, 0: masked tiles
     float tile_tokens;  // of the tiles that were examined
@@ -34,8 +34,9 @@ struct SelectedChoice {
 // In words, for the log.
 inline std::string describe(const SelectedChoice& c, const NsaShape& s) {
     return format_text(
-        "selected branch by %s, dK and dV by gathered rows: %.0f tokens visit %.1f of %d tiles of keys together; "
+        "selected branch by %s%s, dK and dV by gathered rows: %.0f tokens visit %.1f of %d tiles of keys together; "
         "gathering their rows has an estimated cost of %.2f of that of masked tiles",
+        s.D > 64 ? "masked tiles, dQ by " : "",
         ATTENTION_KERNELS[c.gather ? GATHERED_ROWS_KERNEL : TENSOR_CORES_KERNEL].words, double(c.tile_tokens),
         double(c.tile_blocks), (s.first + s.queries + 64 - 1) / 64, double(c.cost));
 }
@@ -712,6 +713,13 @@ inline SelectedKernel resolve_selected(SelectedKernel asked, const NsaShape& s) 
     const int blocks = (s.first + s.queries + s.slc_block - 1) / s.slc_block;
     return possible && s.queries >= GATHER_TOKENS && blocks > 2 * s.slc_count ? SelectedKernel::AUTO
                                                                               : SelectedKernel::TILES;
+}
+
+// Forward, AUTO does not gather for heads of 128: at 2048 to 65536 tokens an H200 took 1.2 to 2.0 times as long with
+// gathered rows, whatever neighbours had in common.
+template <int D>
+inline SelectedKernel resolve_selected_forward(SelectedKernel asked, const NsaShape& s) {
+    return D > 64 && asked == SelectedKernel::AUTO ? SelectedKernel::TILES : resolve_selected<D>(asked, s);
 }
 
 template <int D>

@@ -301,6 +301,23 @@ TEST(attention_kernels_gather_automatic_choice) {
     s = shape(4096, 49, 1, 128);
     CHECK_FAILS(2, "gathered rows have room for 48", resolve_selected<128>(SelectedKernel::GATHER, s));
 }
+// For heads of 128 AUTO takes masked tiles forward, also where it gathers for dQ.
+TEST(attention_kernels_gather_forward_of_wide_heads) {
+    using namespace long_context_tests;
+    NsaShape s = shape(520, 3, 1, 128);
+    s.slc_block = 16, s.slc_count = 3;
+    Inputs in(s, SLC, 1, 43);
+    for (int t = 0; t < s.T; t++) {  // one block each, so that neighbours have little in common
+        uint32_t* words = &in.selection[size_t(t) * s.selection_words()];
+        std::fill_n(words, s.selection_words(), 0u);
+        const int b = int(random_below(uint64_t(t / 16 + 1), 5, random_stream(RANDOM_TEST, 82), uint64_t(t)));
+        words[b / 32] |= 1u << b % 32;
+    }
+    const Results found = run_selected(in, SelectedKernel::AUTO);
+    CHECK_EQUAL(found.choice.gather, 1);
+    check_same(found, run_selected(in, SelectedKernel::TILES, SelectedKernel::GATHER));
+    CHECK(describe(found.choice, s).find("by masked tiles, dQ by gathered rows, dK") != std::string::npos);
+}
 // struct Cuda says how it computes the selected branch, and why.
 TEST(attention_kernels_gather_is_described) {
     using namespace long_context_tests;
