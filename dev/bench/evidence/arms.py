@@ -105,7 +105,7 @@ def tensors_of(program, options):
     with tempfile.TemporaryDirectory() as folder:
         tokens = str(2 * max(int(options.get("slc-block", 1)), int(options.get("cmp-block", 1))))
         words = command_line({**options, "seq-len": tokens, "batch": 1, "total-batch": tokens, "steps": 1,
-                              "tokenizer": "bytes", "sample-tokens": 0, "out": folder + "/run"})
+                              "tokenizer": "bytes", "sample-tokens": 0, "device": "cpu", "out": folder + "/run"})
         done = subprocess.run([program] + words, capture_output=True)
         if done.returncode:
             sys.exit(done.stderr.decode())

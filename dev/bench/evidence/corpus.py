@@ -8,7 +8,7 @@ directory (fs/ext4, net/ipv4): training and held-out files never share one. The 
 of their paths, so the first N bytes are a fair sample of the whole.
 
     train/c_train_000001.bin ...   2^18 + 1 tokens each, so that each holds 256 samples of 1024
-    heldout/c_T_val_000000.bin     T = 1024, 4096: one document of T tokens from the middle of each held-out file
+    heldout/c_T_val_000000.bin     T = 1024, 4096, ...: one document of T tokens from the middle of each held-out file
 """
 import argparse
 import hashlib
@@ -27,7 +27,7 @@ TABLES_OF_NUMBERS = ["fs/nls", "lib/crypto"]
 SMALLEST = 8192
 SHARD = 1 << 18
 HELD_OUT_ONE_IN = 8
-LENGTHS = {1024: 256, 4096: 256}
+LENGTHS = {1024: 256, 4096: 256, 8192: 128, 32768: 32}  # how many files at most
 
 
 def fetch(cache):

@@ -11,6 +11,7 @@ go on at the best. Losses are those of the held-out files at --length, before an
 interrupted when it is started again; a run that was under way begins anew.
 """
 import argparse
+import fcntl
 import glob
 import json
 import os
@@ -24,7 +25,7 @@ from table import mean, print_rows
 
 BASES = [10000, 40000, 160000]
 RATES = [0.001, 0.002, 0.004]
-TOTAL_BATCH = 4096
+TOTAL_BATCH = 4096  # or one sequence, where that is longer
 
 
 def command(words):
@@ -65,14 +66,24 @@ class Extension:
 
     def lengthen(self, run, length, base, rate):
         """The held-out losses of the run that goes on so."""
-        folder = f"{self.a.work}/extended/{os.path.basename(run)}_T{length}_base{base}_lr{rate:g}"
-        if not os.path.exists(self.at_length(folder)):
+        os.makedirs(f"{self.a.work}/extended", exist_ok=True)
+        way = f"T{length}_base{base}_lr{rate:g}_tokens{self.a.tokens}"
+        folder = f"{self.a.work}/extended/{os.path.basename(run)}_{way}"
+        with open(f"{folder}.lock", "w") as lock:  # another --length goes on at the trained length likewise
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            self.train_longer(run, folder, length, base, rate)
+        return self.evaluate(folder)
+
+    def train_longer(self, run, folder, length, base, rate):
+        if not os.path.exists(f"{folder}.ended"):
+            total = max(TOTAL_BATCH, length)
             options = {"init-from": run, "out": folder, "seq-len": length, "rope-base": base, "batch": 1,
-                       "data": self.unseen(run), "total-batch": TOTAL_BATCH, "steps": self.a.tokens // TOTAL_BATCH,
+                       "data": self.unseen(run), "total-batch": total, "steps": self.a.tokens // total,
                        "warmup": 5, "lr": rate, "optimizer": "muon", "sample-tokens": 0, "keep": 1}
             shutil.rmtree(folder, ignore_errors=True)
             command([self.a.program] + command_line(options) + self.machine)
-        return self.evaluate(folder)
+            with open(f"{folder}.ended", "w"):
+                pass
 
 
 class Way:

@@ -15,6 +15,7 @@ import random
 import re
 import subprocess
 
+from arms import command_line, read_setting
 from run import HERE, SEED_OF_SWEEP
 
 DRAWS = 2000
@@ -47,9 +48,9 @@ def losses_by_file(text):
     return files
 
 
-def evaluate(program, run_folder, paths, length):
-    done = subprocess.run([program, "eval", "--from", run_folder, "--threads", "1", "--cpu-dtype", "bf16", "--device",
-                           "cpu", "--seq-len", str(length), "--text"] + paths, stdout=subprocess.PIPE, check=True)
+def evaluate(program, machine, run_folder, paths, length):
+    done = subprocess.run([program, "eval", "--from", run_folder, "--seq-len", str(length)] + machine + ["--text"]
+                          + paths, stdout=subprocess.PIPE, check=True)
     return losses_by_file(done.stdout.decode())
 
 
@@ -97,6 +98,7 @@ def main():
     arguments.add_argument("--cache", required=True)
     arguments.add_argument("--work", required=True)
     arguments.add_argument("--results", default=f"{HERE}/results")
+    arguments.add_argument("--setting", default=f"{HERE}/small.json", help="run.py's, which says the machine")
     arguments.add_argument("--program", default="./train_nsa")
     arguments.add_argument("--tokens", type=int, default=1 << 20)
     arguments.add_argument("--seq-len", type=int, default=1024, help="length of the held-out documents, 1024 or 4096")
@@ -104,12 +106,13 @@ def main():
     arguments.add_argument("--out")
     a = arguments.parse_args()
     paths = write_files(a.cache, a.seq_len, f"{a.work}/heldout_{a.seq_len}")
+    machine = command_line(read_setting(a.setting)["machine"])
     losses, seeds = {}, {}
     for arm in [a.minus] + a.arms:
         names = runs_of(arm, a.results, a.tokens)
         if not names:
             raise SystemExit(f"position.py: {a.results} has no whole run of {arm} with {a.tokens} tokens: see run.py")
-        runs = [evaluate(a.program, f"{a.work}/{name}", paths, a.seq_len) for name in names]
+        runs = [evaluate(a.program, machine, f"{a.work}/{name}", paths, a.seq_len) for name in names]
         losses[arm] = mean_of_seeds(runs)
         seeds[arm] = len(names)
     print(f"| tokens in sight, {len(paths)} files | `{a.minus}` less | mean | 95 % |\n|---|---|---|---|")

@@ -167,7 +167,9 @@ def figure(arms):
     """No background and colours of middle brightness: it can be read on white and on black."""
     curves = {name: mean_curve(whole) for name, whole in arms.items()}
     axes = Axes(list(curves.values()))
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
+    titles, shared = titles_of([name for name, _ in arms])
+    width = WIDTH - RIGHT + max(RIGHT, 14 + 6.6 * (max(map(len, titles)) + len(": 0.000")))
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {HEIGHT}" '
              'font-family="sans-serif" font-size="12">']
     levels, decimals = round_ticks(axes.low, axes.high)
     for level in levels:
@@ -178,7 +180,6 @@ def figure(arms):
         parts.append(text(axes.x(at * 1e6), HEIGHT - BOTTOM + 18, f"{at:.{decimals}f}", "middle"))
     title = "training loss, nats per byte, over the bytes of training, in millions"
     parts.append(text(axes.x(axes.right / 2), HEIGHT - 4, title, "middle"))
-    titles, shared = titles_of([name for name, _ in arms])
     for i, (name, words) in enumerate(zip(arms, titles)):
         color, loss = COLORS[i % len(COLORS)], f"{mean([run['held_out_loss'] for run in arms[name]]):.3f}"
         curve = [(axes.x(t), axes.y(l)) for t, l in curves[name] if l <= axes.high]
