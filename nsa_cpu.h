@@ -178,17 +178,17 @@ struct Cpu : HostRuntime, HostOptimiser<real_> {
         gemm.tn({OC, C, N}, dout, OC, inp, C, true, dweight, C);
     }
 
-    // ----- activation, elementwise: SiLU, x * sigmoid(x), or max(x, 0)^2. NaN stays NaN.
-    void activation_forward(Activation f, real* out, const real* x, size_t count) {
+    // ----- SiLU, elementwise: x * sigmoid(x). NaN stays NaN.
+    void silu_forward(real* out, const real* x, size_t count) {
 #pragma omp parallel for simd schedule(static)
-        for (size_t i = 0; i < count; i++) out[i] = f == SILU ? x[i] * sigmoid(x[i]) : x[i] < 0 ? real(0) : x[i] * x[i];
+        for (size_t i = 0; i < count; i++) out[i] = x[i] * sigmoid(x[i]);
     }
-    // dx = dout * s * (1 + x * (1 - s)), s = sigmoid(x), or dout * 2 max(x, 0); dx may be dout
-    void activation_backward(Activation f, real* dx, const real* dout, const real* x, size_t count) {
+    // dx = dout * s * (1 + x * (1 - s)), s = sigmoid(x); dx may be dout
+    void silu_backward(real* dx, const real* dout, const real* x, size_t count) {
 #pragma omp parallel for simd schedule(static)
         for (size_t i = 0; i < count; i++) {
-            const real s = f == SILU ? sigmoid(x[i]) : real(0);
-            dx[i] = dout[i] * (f == SILU ? s * (1 + x[i] * (1 - s)) : x[i] < 0 ? real(0) : 2 * x[i]);
+            const real s = sigmoid(x[i]);
+            dx[i] = dout[i] * (s * (1 + x[i] * (1 - s)));
         }
     }
 

@@ -332,28 +332,28 @@ __global__ void __launch_bounds__(256) column_totals_kernel(float* out, const fl
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Activation: SiLU, x * sigmoid(x), or max(x, 0)^2. NaN stays NaN.
+// SiLU, x * sigmoid(x). NaN stays NaN.
 
-template <int W, Activation F>
-__global__ void activation_forward_kernel(cuda_real* out, const cuda_real* x, size_t count) {
+template <int W>
+__global__ void silu_forward_kernel(cuda_real* out, const cuda_real* x, size_t count) {
     const size_t i = thread_index() * W;
     if (i >= count) return;
     float a[W];
     load(a, x + i);
-    for (int k = 0; k < W; k++) a[k] = F == SILU ? a[k] * sigmoid(a[k]) : a[k] < 0 ? 0 : a[k] * a[k];
+    for (int k = 0; k < W; k++) a[k] *= sigmoid(a[k]);
     store(out + i, a);
 }
-// dx = dout * s * (1 + x * (1 - s)), s = sigmoid(x), or dout * 2 max(x, 0); dx may be dout
-template <int W, Activation F>
-__global__ void activation_backward_kernel(cuda_real* dx, const cuda_real* dout, const cuda_real* x, size_t count) {
+// dx = dout * s * (1 + x * (1 - s)), s = sigmoid(x); dx may be dout
+template <int W>
+__global__ void silu_backward_kernel(cuda_real* dx, const cuda_real* dout, const cuda_real* x, size_t count) {
     const size_t i = thread_index() * W;
     if (i >= count) return;
     float a[W], d[W];
     load(a, x + i);
     load(d, dout + i);
     for (int k = 0; k < W; k++) {
-        const float s = F == SILU ? sigmoid(a[k]) : 0;
-        d[k] *= F == SILU ? s * (1 + a[k] * (1 - s)) : a[k] < 0 ? 0 : 2 * a[k];
+        const float s = sigmoid(a[k]);
+        d[k] *= s * (1 + a[k] * (1 - s));
     }
     store(dx + i, d);
 }
@@ -1942,23 +1942,19 @@ struct Cuda : CudaOptimiser {
         gemm_tn({OC, C, N}, dout, OC, inp, C, dweight, dweight, C);
     }
 
-    // ----- activation, elementwise: SiLU, x * sigmoid(x), or max(x, 0)^2
-    void activation_forward(Activation f, real* out, const real* x, size_t count) {
+    // ----- SiLU, elementwise: x * sigmoid(x)
+    void silu_forward(real* out, const real* x, size_t count) {
         if (count == 0) return;
         with_width(is_wide(count, out, x), [&](auto W) {
-            const unsigned blocks = blocks_for(count, 256 * W());
-            if (f == SILU) launch<kernels::activation_forward_kernel<W(), SILU>>(blocks, 256, 0, stream, out, x, count);
-            else launch<kernels::activation_forward_kernel<W(), RELU2>>(blocks, 256, 0, stream, out, x, count);
+            launch<kernels::silu_forward_kernel<W()>>(blocks_for(count, 256 * W()), 256, 0, stream, out, x, count);
         });
     }
-    // dx = dout * s * (1 + x * (1 - s)), s = sigmoid(x), or dout * 2 max(x, 0); dx may be dout
-    void activation_backward(Activation f, real* dx, const real* dout, const real* x, size_t count) {
+    // dx = dout * s * (1 + x * (1 - s)), s = sigmoid(x); dx may be dout
+    void silu_backward(real* dx, const real* dout, const real* x, size_t count) {
         if (count == 0) return;
         with_width(is_wide(count, dx, dout, x), [&](auto W) {
-            const unsigned blocks = blocks_for(count, 256 * W());
-            if (f == SILU)
-                launch<kernels::activation_backward_kernel<W(), SILU>>(blocks, 256, 0, stream, dx, dout, x, count);
-            else launch<kernels::activation_backward_kernel<W(), RELU2>>(blocks, 256, 0, stream, dx, dout, x, count);
+            launch<kernels::silu_backward_kernel<W()>>(blocks_for(count, 256 * W()), 256, 0, stream, dx, dout, x,
+                                                       count);
         });
     }
 

@@ -341,9 +341,8 @@ struct Activations {
     Dev& dev;
     NsaShape shape;
     int64_t C, M, V, Vp;
-    int recompute;          // --recompute, but 0 in inference
-    Activation activation;  // of the MLP
-    int64_t logit_rows;     // rows of a chunk of logits
+    int recompute;       // --recompute, but 0 in inference
+    int64_t logit_rows;  // rows of a chunk of logits
     std::vector<Layer> layer;
     bool collect_statistics = false;
     Arena<Dev> arena;
@@ -358,7 +357,6 @@ struct Activations {
           V(c.vocab_size),
           Vp(TensorTable(c).padded_vocab),
           recompute(mode == TRAINING ? int(c.recompute) : 0),
-          activation(c.activation == "relu2" ? RELU2 : SILU),
           layer(size_t(c.layers)),
           arena(device) {
         if (queries) shape.queries = int(queries);
@@ -462,8 +460,8 @@ void forward_layer(const Model<Dev>& model, Activations<Dev>& a, size_t i, const
 
     dev.rmsnorm_forward(acts.mlp_normed, acts.mlp_rstd, acts.x_mid, w.mlp_norm, N, C);
     dev.matmul_forward(acts.fc1, acts.mlp_normed, w.mlp_fc1, nullptr, N, C, M);
-    dev.activation_forward(a.activation, acts.act, acts.fc1, size_t(N) * M);
-    if (!again) dev.matmul_forward(x_next, acts.act, w.mlp_fc2, acts.x_mid, N, M, C);  // x += fc2(activation(fc1))
+    dev.silu_forward(acts.act, acts.fc1, size_t(N) * M);
+    if (!again) dev.matmul_forward(x_next, acts.act, w.mlp_fc2, acts.x_mid, N, M, C);  // x += fc2(silu(fc1))
 }
 
 // Runs all layers for positions first .. first+queries-1 of B sequences, whose tokens [B, queries] are at a.tokens +
@@ -560,7 +558,7 @@ void recompute_layer(Model<Dev>& model, Activations<Dev>& a, size_t i) {
     dev.rmsnorm_forward(acts.attn_normed, acts.attn_rstd, acts.x, w.attn_norm, N, C);
     dev.combine_forward(acts.attn, acts.o, acts.gate, a.shape);
     dev.rmsnorm_forward(acts.mlp_normed, acts.mlp_rstd, acts.x_mid, w.mlp_norm, N, C);
-    dev.activation_forward(a.activation, acts.act, acts.fc1, size_t(N) * a.M);
+    dev.silu_forward(acts.act, acts.fc1, size_t(N) * a.M);
 }
 
 // From a.dattn to the gradients of q, the keys, the values and the gate.
@@ -608,8 +606,8 @@ void backward_layer(Model<Dev>& model, Activations<Dev>& a, size_t i) {
     // x_next = x_mid + fc2(act); along the residual stream, a.dx is the gradient of x_mid as well
     dev.matmul_backward_weight(dw.mlp_fc2, a.dx, acts.act, N, M, C);
     dev.matmul_backward_input(a.dmlp, a.dx, w.mlp_fc2, N, M, C);
-    // act = activation(fc1)
-    dev.activation_backward(a.activation, a.dmlp, a.dmlp, acts.fc1, size_t(N) * M);
+    // act = silu(fc1)
+    dev.silu_backward(a.dmlp, a.dmlp, acts.fc1, size_t(N) * M);
     // fc1 = mlp_normed mlp_fc1^T
     dev.matmul_backward_weight(dw.mlp_fc1, a.dmlp, acts.mlp_normed, N, C, M);
     dev.matmul_backward_input(a.dnormed, a.dmlp, w.mlp_fc1, N, C, M);

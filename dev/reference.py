@@ -65,7 +65,6 @@ class Config:
     norm_eps: float
     qk_norm: str     # "on": RMSNorm of the heads of q and of the keys, before RoPE; "off"
     smear: str       # "on": a part of the token before is added to each input; "off"
-    activation: str  # of the MLP: "silu", or "relu2": max(x, 0)^2
     head: str        # "tied" to the embedding, or "untied": a matrix of its own
     v_head_dim: int = 0  # of the values; 0: head_dim
 
@@ -78,8 +77,7 @@ def read_config(text, path):
     """config.json's text -> Config. Keys that do not describe the model (seq_len, tokenizer) are not needed here."""
     try:
         # older ones do not name these
-        later = {"qk_norm": "off", "smear": "off", "activation": "silu", "head": "tied", "v_head_dim": 0,
-                 "full_every": 1}
+        later = {"qk_norm": "off", "smear": "off", "head": "tied", "v_head_dim": 0, "full_every": 1}
         values = later | json.loads(text)
         c = Config(**{field.name: field.type(values[field.name]) for field in dataclasses.fields(Config)})
     except (ValueError, TypeError, KeyError) as e:
@@ -88,7 +86,6 @@ def read_config(text, path):
         "attention is nsa or full": c.attention in ("nsa", "full"),
         "qk_norm is on or off": c.qk_norm in ("on", "off"),
         "smear is on or off": c.smear in ("on", "off"),
-        "activation is silu or relu2": c.activation in ("silu", "relu2"),
         "head is tied or untied": c.head in ("tied", "untied"),
         "sizes are positive": min(
             v for name, v in dataclasses.asdict(c).items() if not isinstance(v, str) and name != "v_head_dim"
@@ -266,7 +263,7 @@ def layer_forward(x, w, c, given, layer):
     attended, found = attention(rmsnorm(x, w["attn_norm.weight"], c.norm_eps), w, c, given, layer)
     x = x + attended
     hidden = rmsnorm(x, w["mlp_norm.weight"], c.norm_eps) @ w["mlp.fc1.weight"].T
-    hidden = F.silu(hidden) if c.activation == "silu" else F.relu(hidden).square()
+    hidden = F.silu(hidden)
     return x + hidden @ w["mlp.fc2.weight"].T, found
 
 
@@ -762,9 +759,6 @@ def naive_forward(c, weights, tokens):
     def silu(v):
         return [x / (1 + math.exp(-x)) for x in v]
 
-    def activation(v):
-        return silu(v) if c.activation == "silu" else [max(x, 0) ** 2 for x in v]
-
     def norm(name, v):
         scale = 1 / math.sqrt(dot(v, v) / len(v) + c.norm_eps)
         return [x * scale * g for x, g in zip(v, weights[name])]
@@ -866,7 +860,7 @@ def naive_forward(c, weights, tokens):
         selected.append(sets)
         for t in range(T):
             x[t] = add(x[t], linear(at + "o_proj.weight", [value for head in mixed[t] for value in head]))
-            hidden = activation(linear(f"layers.{layer}.mlp.fc1.weight", norm(f"layers.{layer}.mlp_norm.weight", x[t])))
+            hidden = silu(linear(f"layers.{layer}.mlp.fc1.weight", norm(f"layers.{layer}.mlp_norm.weight", x[t])))
             x[t] = add(x[t], linear(f"layers.{layer}.mlp.fc2.weight", hidden))
     head = "embed_tokens.weight" if c.head == "tied" else "head.weight"
     return [linear(head, norm("norm.weight", row)) for row in x], selected
@@ -899,7 +893,6 @@ def tiny(**changes):
         norm_eps=1e-6,
         qk_norm="off",
         smear="off",
-        activation="silu",
         head="tied",
         full_every=1,
     )
@@ -1362,7 +1355,7 @@ def check_bad_files():
 
 SELFTESTS = {
     "loops: h = 3, l/d/l' = 4/2/4": lambda: check_against_loops(tiny(), 39),
-    "loops: all options": lambda: check_against_loops(tiny(smear="on", activation="relu2", head="untied"), 39),
+    "loops: all options": lambda: check_against_loops(tiny(smear="on", head="untied"), 39),
     "loops: h = 1, l = d = 1": lambda: check_against_loops(tiny(heads=2, cmp_block=1, cmp_stride=1, slc_block=3), 29),
     "loops: h = 3, l = d = 1": lambda: check_against_loops(tiny(cmp_block=1, cmp_stride=1, slc_block=2, window=4), 23),
     "loops: one group of 6 heads": lambda: check_against_loops(tiny(kv_groups=1, slc_count=5), 33),
@@ -1389,7 +1382,7 @@ SELFTESTS = {
     "loops: T = l": lambda: check_against_loops(tiny(cmp_block=8, cmp_stride=4), 8),
     "loops: full attention": lambda: check_against_loops(tiny(attention="full"), 25),
     "loops: narrower values, all options": lambda: check_against_loops(
-        tiny(v_head_dim=2, qk_norm="on", smear="on", activation="relu2", head="untied"), 39),
+        tiny(v_head_dim=2, qk_norm="on", smear="on", head="untied"), 39),
     "loops: wider values": lambda: check_against_loops(tiny(v_head_dim=6), 29),
     "loops: wider values, full attention": lambda: check_against_loops(tiny(v_head_dim=6, attention="full"), 25),
     "loops: QK-norm": lambda: check_against_loops(tiny(qk_norm="on", rope_base=50.0), 39),

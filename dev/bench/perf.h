@@ -248,13 +248,12 @@ struct Timed : Dev {
               R(1.0 * N * C + 1.0 * N * OC) + 2.0 * OC * C * sizeof(Grad),
               [&] { Dev::matmul_backward_weight(dweight, dout, inp, N, C, OC); });
     }
-    void activation_forward(Activation f, real* out, const real* x, size_t count) {
-        clock("activation_forward", 4.0 * double(count), R(2.0 * double(count)),
-              [&] { Dev::activation_forward(f, out, x, count); });
+    void silu_forward(real* out, const real* x, size_t count) {
+        clock("silu_forward", 4.0 * double(count), R(2.0 * double(count)), [&] { Dev::silu_forward(out, x, count); });
     }
-    void activation_backward(Activation f, real* dx, const real* dout, const real* x, size_t count) {
-        clock("activation_backward", 8.0 * double(count), R(3.0 * double(count)),
-              [&] { Dev::activation_backward(f, dx, dout, x, count); });
+    void silu_backward(real* dx, const real* dout, const real* x, size_t count) {
+        clock("silu_backward", 8.0 * double(count), R(3.0 * double(count)),
+              [&] { Dev::silu_backward(dx, dout, x, count); });
     }
     void classifier(Stat* losses, real* logits, const int32_t* targets, double dloss, bool want_gradient, int N, int V,
                     int Vp) {

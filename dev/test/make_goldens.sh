@@ -30,10 +30,10 @@ declare -A configs=(
     # what changes the model at either end of the layers and in between; values narrower than keys
     [options]="--seed 2 --batch 2 --seq-len 100 --total-batch 200 --attention nsa --layers 2 --dim 64 --heads 4
            --kv-groups 2 --head-dim 16 --cmp-block 8 --cmp-stride 4 --slc-block 16 --slc-count 4 --window 24
-           --phi-hidden 16 --mlp-hidden 128 --smear --activation relu2 --head untied"
+           --phi-hidden 16 --mlp-hidden 128 --smear --head untied"
     [values]="--seed 2 --batch 2 --seq-len 100 --total-batch 200 --attention nsa --layers 2 --dim 64 --heads 4
            --kv-groups 2 --head-dim 16 --v-head-dim 10 --cmp-block 8 --cmp-stride 4 --slc-block 16 --slc-count 4
-           --window 24 --phi-hidden 16 --mlp-hidden 128 --smear --activation relu2 --head untied"
+           --window 24 --phi-hidden 16 --mlp-hidden 128 --smear --head untied"
     # the dense baseline
     [full]="--seed 4 --batch 3 --seq-len 97 --total-batch 291 --attention full --layers 2 --dim 64 --heads 4
            --kv-groups 2 --head-dim 16 --mlp-hidden 256"

@@ -182,10 +182,9 @@ struct Members : Formats<Dev> {
     NEEDS(void, matmul_backward_input, (real * dinp, const real* dout, const real* weight, int N, int C, int OC));  // =
     NEEDS(void, matmul_backward_weight,
           (Grad * dweight, const real* dout, const real* inp, int N, int C, int OC));  // +=
-    // SILU: out = x * sigmoid(x);  dx = dout * s * (1 + x * (1 - s)), s = sigmoid(x).  RELU2: out = max(x, 0)^2;  dx =
-    // dout * 2 max(x, 0). dx may be dout.
-    NEEDS(void, activation_forward, (Activation f, real* out, const real* x, size_t count));
-    NEEDS(void, activation_backward, (Activation f, real* dx, const real* dout, const real* x, size_t count));
+    // out = x * sigmoid(x);  dx = dout * s * (1 + x * (1 - s)), s = sigmoid(x). dx may be dout.
+    NEEDS(void, silu_forward, (real * out, const real* x, size_t count));
+    NEEDS(void, silu_backward, (real * dx, const real* dout, const real* x, size_t count));
     // losses [N] = cross-entropy of logits [N, Vp] against targets; columns V..Vp-1 are padding and do not count. With
     // want_gradient, logits become (softmax - onehot) * dloss in place, 0 in the padding.
     NEEDS(void, classifier,

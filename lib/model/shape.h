@@ -131,9 +131,6 @@ struct PhisOf {
     size_t to_v_fc2() const { return size_t(v.fc2 - k.fc2); }
 };
 
-// What stands between the two matrices of the MLP: x sigmoid(x), or the square of what is above 0. phi has SiLU always.
-enum Activation { SILU, RELU2 };
-
 // What the smear learns: its weights, or the gradients of them.
 template <class T>
 struct SmearOf {

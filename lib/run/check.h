@@ -56,7 +56,7 @@ template <class SelfTest>
 bool check_gradients() {
     const double limit = 1e-6;
     bool good = true;
-    for (const char* options : {"", "--qk-norm --smear --activation relu2 --head untied --v-head-dim 10"}) {
+    for (const char* options : {"", "--qk-norm --smear --head untied --v-head-dim 10"}) {
         SelfTest keeps_all(0, options);
         const double worst = keeps_all.errors().worst;
         const bool right = worst < limit;  // false for NaN

@@ -50,8 +50,7 @@ static const char* const MODEL_OPTIONS[] = {
     "layers",    "dim",    "heads",      "kv-groups",  "head-dim", "cmp-block", "cmp-stride", "slc-block",
     "slc-count", "window", "phi-hidden", "mlp-hidden", "seq-len",  "rope-base", "v-head-dim", "full-every"};
 
-static const char* const MODEL_WORDS[] = {"attention", "branches",   "tokenizer", "qk-norm",
-                                          "smear",     "activation", "head"};
+static const char* const MODEL_WORDS[] = {"attention", "branches", "tokenizer", "qk-norm", "smear", "head"};
 static std::string config_json(const ModelConfig& model) {
     Config c;
     static_cast<ModelConfig&>(c) = model;
@@ -75,6 +74,7 @@ static const struct {
     {"max-bad-steps", "3", false},    {"cuda-graph", "0", false},
     {"reset-at-document", "0", true}, {"deterministic", "off", true},
     {"skip-outliers", "0", true},     {"selected-kernels", "auto", false},
+    {"activation", "silu", true},
 };
 
 // Is this key of a run.json or a config.json one of them? Fails where nothing can go on without it as it was.
@@ -96,7 +96,7 @@ static bool is_former_option(const std::string& key, const Json& value, const st
 static Json parse_model_config(const std::string& path) {
     Json config = parse_json(read_file(path), path);
     for (size_t i = 0; i < config.keys.size(); i++) is_former_option(config.keys[i], config.items[i], path);
-    for (const char* newer : {"branches", "qk-norm", "smear", "activation", "head", "v-head-dim", "full-every"}) {
+    for (const char* newer : {"branches", "qk-norm", "smear", "head", "v-head-dim", "full-every"}) {
         if (config.kind != Json::Object || config.find(underscored(newer))) continue;
         const Option& o = option_named(newer);
         config.keys.push_back(underscored(newer));

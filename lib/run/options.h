@@ -30,7 +30,7 @@ struct ModelConfig {
             slc_block = 0, slc_count = 0, window = 0, phi_hidden = 0, mlp_hidden = 0, seq_len = 0, rope_base = 10000,
             full_every = 1;
     bool qk_norm = false, smear = false;
-    std::string activation, head;
+    std::string head;
     int64_t vocab_size = 0;     // follows from the tokenizer and its --vocab-dir
     uint32_t vocab_digest = 0;  // of its tokens, see Tokenizer::digest; 0: not known, or bytes
     // its weights and their update
@@ -172,7 +172,6 @@ static const Option OPTIONS[] = {
      "model's context"},
     {"smear", TRAIN, &ModelConfig::smear, "off", ANY,
      "each position's input gets a learnt, gated part of the token before it"},
-    {"activation", TRAIN, &ModelConfig::activation, "silu", "silu|relu2", "of the MLP; relu2: max(x, 0)^2"},
     {"head", TRAIN, &ModelConfig::head, "tied", "tied|untied",
      "untied: a matrix of its own in place of the embedding; it starts at zero, and so do the layers' output "
      "projections, but under --init random"},

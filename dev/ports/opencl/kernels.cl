@@ -126,15 +126,14 @@ kernel void column_sums(OUT(out), IN(a), IN(x), IN(rstd), int rows, int add, int
     out[to] = sum;
 }
 
-enum { SILU, RELU2 };
-kernel void activation_forward(ulong work, int f, OUT(out), IN(x)) {
+kernel void silu_forward(ulong work, OUT(out), IN(x)) {
     AT(out) AT(x) EACH(i)
-    out[i] = f == SILU ? x[i] * sigmoid(x[i]) : x[i] < 0 ? 0 : x[i] * x[i];
+    out[i] = x[i] * sigmoid(x[i]);
 }
-kernel void activation_backward(ulong work, int f, OUT(dx), IN(dout), IN(x)) {
+kernel void silu_backward(ulong work, OUT(dx), IN(dout), IN(x)) {
     AT(dx) AT(dout) AT(x) EACH(i)
     const float s = sigmoid(x[i]);
-    dx[i] = dout[i] * (f == SILU ? s * (1 + x[i] * (1 - s)) : x[i] < 0 ? 0 : 2 * x[i]);
+    dx[i] = dout[i] * (s * (1 + x[i] * (1 - s)));
 }
 
 // A work-group for each row.

@@ -270,12 +270,8 @@ class OpenCl {
     void matmul_backward_weight(float* dweight, In dout, In inp, int N, int C, int OC) {
         gemm({OC, C, N}, dweight, dout, inp, dweight, {1, size_t(OC), 0}, {1, size_t(C), 0}, {size_t(C), 1, 0});
     }
-    void activation_forward(Activation f, float* out, In x, size_t count) {
-        over(count, "activation_forward", int(f), out, x);
-    }
-    void activation_backward(Activation f, float* dx, In dout, In x, size_t count) {
-        over(count, "activation_backward", int(f), dx, dout, x);
-    }
+    void silu_forward(float* out, In x, size_t count) { over(count, "silu_forward", out, x); }
+    void silu_backward(float* dx, In dout, In x, size_t count) { over(count, "silu_backward", dx, dout, x); }
     void classifier(float* losses, float* logits, const int32_t* targets, double dloss, bool want_gradient, int N,
                     int V, int Vp) {
         launch({size_t(N)}, ITEMS, "classifier", losses, logits, targets, float(dloss), int(want_gradient), V, Vp);
@@ -322,10 +318,10 @@ class OpenCl {
         if (rows == 0) return zero(dk, s.key_rows() * D);
         float *activated = scratch(0, rows * F), *dhidden = scratch(1, rows * F), *dblocks = scratch(2, rows * width);
         if (rotated) over(rows * D / 2, "turn_blocks", dout, rope_of(s), -1.0f, 0, NC, NC, s);
-        activation_forward(SILU, activated, hidden, rows * F);
+        silu_forward(activated, hidden, rows * F);
         gemm({s.D, s.F, rows}, dphi.fc2, dout, activated, dphi.fc2, {1, D, 0}, {1, F, 0}, {F, 1, 0});
         gemm({rows, s.F, s.D}, dhidden, dout, phi.fc2, null, {D, 1, 0}, {1, F, 0}, {F, 1, 0});
-        activation_backward(SILU, dhidden, dhidden, hidden, rows * F);
+        silu_backward(dhidden, dhidden, hidden, rows * F);
         add_column_sums(dphi.bias, dhidden, null, null, rows, s.F);
         for (size_t group = 0; group < size_t(s.B) * s.G; group++)  // one after the other, as they share fc1's gradient
             gemm({s.F, int(width), NC}, dphi.fc1, dhidden + group * NC * F, k + group * s.T * D, dphi.fc1, {1, F, 0},

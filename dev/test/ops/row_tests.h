@@ -262,19 +262,19 @@ ENGINE_TEST(muon_product) {
 
 // What an engine makes of x, and of its gradient, which may take the place of dout.
 template <class E>
-std::vector<typename E::Values> activation_outputs(typename E::Dev& dev, Activation f, const typename E::Values& x,
-                                                   const typename E::Values& dout) {
+std::vector<typename E::Values> silu_outputs(typename E::Dev& dev, const typename E::Values& x,
+                                             const typename E::Values& dout) {
     return in_every_order<E>([&]() -> std::vector<typename E::Values> {
         const size_t count = x.size();
         Reals<E> in(dev, x), out(dev, count), d(dev, dout), din(dev, count);
-        dev.activation_forward(f, out, in, count);
-        dev.activation_backward(f, din, d, in, count);
-        dev.activation_backward(f, d, d, in, count);  // in place
+        dev.silu_forward(out, in, count);
+        dev.silu_backward(din, d, in, count);
+        dev.silu_backward(d, d, in, count);  // in place
         CHECK_SAME_BITS(d.host().data(), din.host().data(), count);
         return {out.host(), din.host()};
     });
 }
-ENGINE_TEST(activation_silu) {
+ENGINE_TEST(silu) {
     using Num = typename E::Num;
     const auto dev = E::open();
     for (const size_t count : {size_t(1024), size_t(1023), size_t(2051)}) {  // whole 16 bytes, or not
@@ -283,7 +283,7 @@ ENGINE_TEST(activation_silu) {
         const auto dout = E::random_reals(random, count);
         for (size_t i = 0; i < 400; i++) x[i] = E::as_real(-100 + 0.5 * double(i));
         x[400] = 0, x[401] = 1000, x[402] = -1000, x[403] = E::as_real(-0.0);
-        const auto outputs = activation_outputs<E>(*dev, SILU, x, dout);
+        const auto outputs = silu_outputs<E>(*dev, x, dout);
         typename E::Nums expected, expected_dx;
         for (size_t i = 0; i < count; i++) {
             Num silu = oracle::silu(Num(x[i])), slope = oracle::silu_slope(Num(x[i]));
@@ -301,33 +301,8 @@ ENGINE_TEST(activation_silu) {
         // What is not a number is not hidden.
         const Reals<E> in(*dev, typename E::Values(count, std::numeric_limits<typename E::Value>::quiet_NaN())),
             out(*dev, typename E::Values(count, 0));
-        for (const Activation f : {SILU, RELU2}) {
-            dev->activation_forward(f, out, in, count);
-            for (const auto& y : out.host()) CHECK(y != y);
-        }
-    }
-}
-ENGINE_TEST(activation_relu2) {
-    using Num = typename E::Num;
-    const auto dev = E::open();
-    for (const size_t count : {size_t(1024), size_t(1023)}) {
-        Random random(41);
-        auto x = E::random_reals(random, count, 3);
-        const auto dout = E::random_reals(random, count);
-        x[0] = 0, x[1] = E::as_real(-0.0), x[2] = 1000, x[3] = -1000;
-        const auto outputs = activation_outputs<E>(*dev, RELU2, x, dout);
-        typename E::Nums expected, expected_dx;
-        for (size_t i = 0; i < count; i++) {
-            const Num positive(std::max<double>(x[i], 0));
-            expected.push_back(E::stored(positive * positive));
-            expected_dx.push_back(E::stored(Num(2) * positive * Num(dout[i])));
-        }
-        CHECK_ARRAY(outputs[0], expected);
-        CHECK_ARRAY(outputs[1], expected_dx);
-        const typename E::Value infinite = std::numeric_limits<typename E::Value>::infinity();
-        const Reals<E> ends(*dev, typename E::Values{-infinite, infinite}), out(*dev, typename E::Values{1, 1});
-        dev->activation_forward(RELU2, out, ends, 2);
-        CHECK(out.host() == typename E::Values({0, infinite}));
+        dev->silu_forward(out, in, count);
+        for (const auto& y : out.host()) CHECK(y != y);
     }
 }
 

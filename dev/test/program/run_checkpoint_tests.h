@@ -173,7 +173,7 @@ TEST(run_config_json_is_checked_field_by_field) {
         std::string renamed = whole;
         renamed.replace(renamed.find("\"" + key + "\""), key.size() + 2, "\"other\"");
         // younger than the others, so that it has a default
-        if (is_choice(key, "branches|qk_norm|smear|activation|head|v_head_dim|full_every")) {
+        if (is_choice(key, "branches|qk_norm|smear|head|v_head_dim|full_every")) {
             write_file(path, renamed);
             read_config_json(read, path);
             CHECK_EQUAL(config_json(read), whole);
@@ -283,10 +283,10 @@ TEST(run_resume_with_another_model_or_data_is_refused) {
     const auto resume = [&](const Options& more) {
         return train(merged({{"out", out}, {"data", data}, {"resume", "on"}, {"steps", "3"}}, more));
     };
-    const Options changes = {{"layers", "2"},     {"dim", "32"},           {"heads", "4"},       {"head-dim", "16"},
-                             {"cmp-block", "12"}, {"cmp-stride", "8"},     {"slc-block", "16"},  {"slc-count", "5"},
-                             {"window", "17"},    {"phi-hidden", "9"},     {"mlp-hidden", "33"}, {"attention", "full"},
-                             {"smear", "on"},     {"activation", "relu2"}, {"head", "untied"}};
+    const Options changes = {{"layers", "2"},     {"dim", "32"},       {"heads", "4"},       {"head-dim", "16"},
+                             {"cmp-block", "12"}, {"cmp-stride", "8"}, {"slc-block", "16"},  {"slc-count", "5"},
+                             {"window", "17"},    {"phi-hidden", "9"}, {"mlp-hidden", "33"}, {"attention", "full"},
+                             {"smear", "on"},     {"head", "untied"}};
     for (const auto& [name, value] : changes) {
         std::string field = name;
         std::replace(field.begin(), field.end(), '-', '_');

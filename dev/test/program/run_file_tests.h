@@ -65,8 +65,8 @@ TEST(run_config_and_manifest_hold_every_field) {
         {"phi_hidden", 8},  {"mlp_hidden", 32}, {"seq_len", 64},  {"vocab_size", 256}, {"rope_base", 10000},
         {"norm_eps", 1e-6}, {"v_head_dim", 0},  {"full_every", 1}};
     const std::map<std::string, std::string> texts = {
-        {"architecture", "nsa"}, {"attention", "nsa"}, {"branches", "all"},    {"tokenizer", "bytes"},
-        {"qk_norm", "off"},      {"smear", "off"},     {"activation", "silu"}, {"head", "tied"}};
+        {"architecture", "nsa"}, {"attention", "nsa"}, {"branches", "all"}, {"tokenizer", "bytes"},
+        {"qk_norm", "off"},      {"smear", "off"},     {"head", "tied"}};
     for (const auto& [key, value] : numbers) CHECK_EQUAL(config.number(key, "config.json"), value);
     for (const auto& [key, value] : texts) CHECK_EQUAL(config.string(key, "config.json"), value);
     CHECK_EQUAL(config.keys.size(), numbers.size() + texts.size());

@@ -37,7 +37,6 @@ class NsaConfig(PretrainedConfig):
         attention="nsa",     # or "full": dense causal attention
         branches="all",      # or those of "cmp,slc,win" whose gates are not 0
         smear="off",         # or "on": each input gets a gated part of the token before it
-        activation="silu",   # of the MLP, or "relu2": max(x, 0)^2
         head="tied",         # to the embedding, or "untied": a matrix of its own
         tokenizer="bytes",   # or "gpt2"
         vocab_size=256,      # V
@@ -69,7 +68,6 @@ class NsaConfig(PretrainedConfig):
         self.attention = attention
         self.branches = branches
         self.smear = smear
-        self.activation = activation
         self.head = head
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size

@@ -242,10 +242,9 @@ class NsaMLP(nn.Module):
         super().__init__()
         self.fc1 = nn.Linear(c.dim, c.mlp_hidden, bias=False)
         self.fc2 = nn.Linear(c.mlp_hidden, c.dim, bias=False)
-        self.activation = F.silu if c.activation == "silu" else lambda x: F.relu(x).square()
 
     def forward(self, x):
-        return self.fc2(self.activation(self.fc1(x)))
+        return self.fc2(F.silu(self.fc1(x)))
 
 
 class NsaLayer(nn.Module):
