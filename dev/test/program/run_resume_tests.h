@@ -66,6 +66,8 @@ TEST(resume_knows_options_that_have_left) {
     CHECK(resumes("\"deterministic\": \"off\", \"cuda_graph\": 1, \"reset_at_document\": 0"));
     CHECK(resumes("\"skip_outliers\": 0, \"selected_kernels\": \"tiles\""));
     CHECK_FAILS(1, "--skip-outliers 6", resumes("\"skip_outliers\": 6"));
+    CHECK(resumes("\"activation\": \"silu\""));
+    CHECK_FAILS(1, "--activation relu2", resumes("\"activation\": \"relu2\""));
     CHECK_FAILS(1, "--reset-at-document 1", resumes("\"reset_at_document\": 1"));
     CHECK_FAILS(1, "run.json: the run had --deterministic on, which this program no longer has",
                 resumes("\"deterministic\": \"on\""));
