@@ -304,7 +304,7 @@ TEST(attention_kernels_gather_automatic_choice) {
 // For heads of 128 AUTO takes masked tiles forward, also where it gathers for dQ.
 TEST(attention_kernels_gather_forward_of_wide_heads) {
     using namespace long_context_tests;
-    NsaShape s = shape(520, 3, 1, 128);
+    NsaShape s = shape(1032, 3, 1, 128);
     s.slc_block = 16, s.slc_count = 3;
     Inputs in(s, SLC, 1, 43);
     for (int t = 0; t < s.T; t++) {  // one block each, so that neighbours have little in common
