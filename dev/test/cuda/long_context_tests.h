@@ -315,8 +315,18 @@ TEST(attention_kernels_gather_forward_of_wide_heads) {
     }
     const Results found = run_selected(in, SelectedKernel::AUTO);
     CHECK_EQUAL(found.choice.gather, 1);
-    check_same(found, run_selected(in, SelectedKernel::TILES, SelectedKernel::GATHER));
     CHECK(describe(found.choice, s).find("by masked tiles, dQ by gathered rows, dK") != std::string::npos);
+    check_same(found, run_selected(in, SelectedKernel::TILES, SelectedKernel::GATHER));
+    // Either way gives these bits, so what tells is that nothing is chosen.
+    const AttentionScratch forward(SLC, s, SelectedKernel::AUTO, false);
+    const SelectedChoice before = {7, 0, 0, 0};
+    CUDA_CHECK(cudaMemcpy(forward.choice.data, &before, sizeof before, cudaMemcpyHostToDevice));
+    DeviceArray<bf16> q(in.q), k(in.k), v(in.v), out(in.rows() * size_t(s.D));
+    DeviceArray<float> lse(in.rows());
+    const DeviceArray<uint32_t> selection(in.selection);
+    attention_forward(SLC, out.data, lse.data, q.data, k.data, v.data, selection.data, s, SelectedKernel::AUTO, forward,
+                      nullptr);
+    CHECK_EQUAL(forward.choice.raw()[0].gather, 7);
 }
 // struct Cuda says how it computes the selected branch, and why.
 TEST(attention_kernels_gather_is_described) {
