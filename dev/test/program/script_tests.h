@@ -2,6 +2,8 @@
 // call are stand-ins, small scripts that answer as the real programs do; what is tested is everything
 // between: that each part runs to its end, what it finds, the report, and the table made of it.
 #pragma once
+#include <future>
+
 #include "program.h"
 
 namespace script_tests {
@@ -733,12 +735,18 @@ TEST(run_extension) {
     const std::string plan = c.folder.file("plan.txt"), out = c.folder.file("out.json");
     write_file(plan, "run nsa 0.01 1 1024\nrun nsa 0.01 2 1024\n");
     CHECK_EQUAL(c.gpu_day(plan).status, 0);
-    const program::Result extended =
-        c.run("extend.py", {"--cache", c.folder.file("shards"), "--work", c.folder.file("work"), "--setting",
-                            c.folder.file("tiny.json"), "--program", program::path(), "--length", "256", "--tokens",
-                            "4096", "--out", out, "nsa_lr0.01"});
-    CHECK_EQUAL(extended.err, "");
-    CHECK_EQUAL(extended.status, 0);
+    // Two lengths at once, which share what goes on at the trained length.
+    const auto extend = [&](const std::string& length, const std::string& to) {
+        return c.run("extend.py", {"--cache", c.folder.file("shards"), "--work", c.folder.file("work"), "--setting",
+                                   c.folder.file("tiny.json"), "--program", program::path(), "--length", length,
+                                   "--tokens", "4096", "--out", to, "nsa_lr0.01"});
+    };
+    auto longer = std::async(std::launch::async, extend, "512", c.folder.file("longer.json"));
+    const program::Result extended = extend("256", out), other = longer.get();
+    for (const program::Result& r : {extended, other}) {
+        CHECK_EQUAL(r.err, "");
+        CHECK_EQUAL(r.status, 0);
+    }
     const Json all = parse_json(read_file(out), out);
     const std::string held_out = c.folder.file("shards/t_val_*.bin");
     for (const auto& [way, length, base] :
@@ -746,8 +754,9 @@ TEST(run_extension) {
         const Json result = all.get(way, out);
         const std::string rate = format_text("%g", result.number("rate", out));
         for (const char* seed : {"1", "2"}) {
-            const std::string run = c.folder.file(format_text(
-                "work/extended/nsa_lr0.01_seed%s_tokens1024_T%d_base%d_lr%s", seed, length, base, rate.c_str()));
+            const std::string run =
+                c.folder.file(format_text("work/extended/nsa_lr0.01_seed%s_tokens1024_T%d_base%d_lr%s_tokens4096", seed,
+                                          length, base, rate.c_str()));
             const Json options = parse_json(read_file(run + "/run.json"), run);
             CHECK_EQUAL(options.integer("seq_len", run), int64_t(length));
             CHECK_EQUAL(options.integer("rope_base", run), int64_t(base));
