@@ -1670,7 +1670,7 @@ inline size_t attention_workspace_bytes(Branch branch, const NsaShape& s, Select
         constexpr int D = decltype(dimension)::value;
         if (branch == CMP && backward) cmp_partial_sums<D>(pieces, s);
         if (branch != SLC || s.query_rows() == 0) return;
-        const SelectedKernel kernel = resolve_selected<D>(asked, s);
+        const SelectedKernel kernel = resolve_selected<D>(asked, s, backward);
         if (kernel == SelectedKernel::AUTO) selection_counts<D>(pieces, s);
         if (kernel != SelectedKernel::TILES && backward) gather_plan<D>(pieces, s);
     });
@@ -1683,7 +1683,7 @@ inline void launch_attention_forward(bf16* out, float* lse, const bf16* q, const
     const AttentionShape a = attention_shape(branch, s, 0, query_rows_of_device(D, false));
     const SelectedChoice* choice = nullptr;
     if constexpr (branch == SLC) {
-        const SelectedKernel kernel = resolve_selected_forward<D>(asked, s);
+        const SelectedKernel kernel = resolve_selected<D>(asked, s, false);
         WorkspacePieces pieces{static_cast<char*>(workspace.data)};
         choice = choose_selected<D>(kernel, pieces, workspace.choice, selection, s, stream);
         if (kernel != SelectedKernel::TILES) launch_gather_forward<D>(out, lse, q, k, v, selection, s, choice, stream);

@@ -263,10 +263,9 @@ struct SelectedPrediction {
     }
     // Where AUTO is open; dK and dV are gathered there.
     bool may_gather() const { return s.slc_blocks() > 2 * s.slc_count; }
-    // The forward pass or dQ, by the rules of resolve_selected_forward and choose_selected_kernel.
-    bool gathers(bool backward) const {
+    // dQ and, where AUTO may gather there, the forward pass, by the rule of choose_selected_kernel.
+    bool gathers() const {
         bool yes = false;
-        if (s.D > 64 && !backward) return yes;
         with_head_dimension(s.D, [&](auto D) { yes = gathers<D()>(); });
         return yes;
     }
@@ -347,7 +346,7 @@ inline void print_predicted_length(const NsaShape& s, const TrainedSelections* m
             trained ? model->masks(s, 1) : AttentionSet::selection(s, 1, shared ? 3 : 0, shared ? 4 : 1);
         std::fprintf(out, "%7d %s\n", s.T, describe_selection(kind, masks, s).c_str());
         const SelectedPrediction selected{s, masks};
-        const bool forward = selected.gathers(false), dq = selected.gathers(true);
+        const bool dq = selected.gathers(), forward = dq && auto_may_gather(s.D, false);
         const Prediction p[2] = {selected.pass(false, forward), selected.pass(true, dq)};
         print(format_text("selected, %s, %s", kind, dq ? "gathered" : "tiles"), SELECTED_ALONE, p);
         Prediction whole[2] = {p[0], p[1]};
@@ -424,7 +423,7 @@ inline Prediction predict_attention_operation(const std::string& name, const Nsa
         return predict_branch(name.find(", compressed") == std::string::npos ? WIN : CMP, s, backward);
     const std::vector<uint32_t> masks = AttentionSet::selection(s, 1, 3, 4);
     const SelectedPrediction selected{s, masks};
-    return selected.pass(backward, selected.gathers(backward));
+    return selected.pass(backward, auto_may_gather(s.D, backward) && selected.gathers());
 }
 // The row of an operation that Timed names so; null: there is none.
 inline const OperationCounts* counts_of_operation(const std::string& name) {

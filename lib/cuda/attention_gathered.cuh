@@ -21,6 +21,10 @@
 #include "attention_kernels.h"
 #include "runtime.cuh"
 
+// Forward, AUTO does not gather for heads of 128: at 2048 to 65536 tokens an H200 took 1.2 to 2.0 times as long with
+// gathered rows, whatever neighbours had in common.
+constexpr bool auto_may_gather(int D, bool backward) { return backward || D <= 64; }
+
 // AUTO's decision for the forward pass (heads of up to 64) and dQ, and its reasons, in GPU memory. Both sets of kernels
 // are launched; those that were not chosen return at once. dK and dV are left to gathered rows where AUTO is open: on
 // an H100 they took 0.94 of the time of masked tiles at 2048 tokens and 0.17 at 16384.
@@ -36,7 +40,7 @@ inline std::string describe(const SelectedChoice& c, const NsaShape& s) {
     return format_text(
         "selected branch by %s%s, dK and dV by gathered rows: %.0f tokens visit %.1f of %d tiles of keys together; "
         "gathering their rows has an estimated cost of %.2f of that of masked tiles",
-        s.D > 64 ? "masked tiles, dQ by " : "",
+        auto_may_gather(s.D, false) ? "" : "masked tiles, dQ by ",
         ATTENTION_KERNELS[c.gather ? GATHERED_ROWS_KERNEL : TENSOR_CORES_KERNEL].words, double(c.tile_tokens),
         double(c.tile_blocks), (s.first + s.queries + 64 - 1) / 64, double(c.cost));
 }
@@ -701,7 +705,7 @@ inline bool gather_possible(const NsaShape& s) {
 // itself. With at most 2 n blocks in the sequence, masked tiles visit at most twice what a query chose: by sm_90's
 // costs gathering cannot pay then.
 template <int D>
-inline SelectedKernel resolve_selected(SelectedKernel asked, const NsaShape& s) {
+inline SelectedKernel resolve_selected(SelectedKernel asked, const NsaShape& s, bool backward = true) {
     const bool possible = gather_possible<D>(s);
     if (asked == SelectedKernel::GATHER && !possible)
         fail_usage(
@@ -711,15 +715,8 @@ inline SelectedKernel resolve_selected(SelectedKernel asked, const NsaShape& s) 
             ATTENTION_KERNELS[TENSOR_CORES_KERNEL].name);
     if (asked != SelectedKernel::AUTO) return asked;
     const int blocks = (s.first + s.queries + s.slc_block - 1) / s.slc_block;
-    return possible && s.queries >= GATHER_TOKENS && blocks > 2 * s.slc_count ? SelectedKernel::AUTO
-                                                                              : SelectedKernel::TILES;
-}
-
-// Forward, AUTO does not gather for heads of 128: at 2048 to 65536 tokens an H200 took 1.2 to 2.0 times as long with
-// gathered rows, whatever neighbours had in common.
-template <int D>
-inline SelectedKernel resolve_selected_forward(SelectedKernel asked, const NsaShape& s) {
-    return D > 64 && asked == SelectedKernel::AUTO ? SelectedKernel::TILES : resolve_selected<D>(asked, s);
+    const bool may = possible && auto_may_gather(D, backward);
+    return may && s.queries >= GATHER_TOKENS && blocks > 2 * s.slc_count ? SelectedKernel::AUTO : SelectedKernel::TILES;
 }
 
 template <int D>
