@@ -392,6 +392,12 @@ train() {
     echo "result: $name | $rate | tokens/s | median of the steps after the 5th$mfu$memory," \
         "first step after $(cat "$WORK/$name.first") s; random token ids, $*" | tee -a "$WORK/trained"
 }
+# What `train` has measured since that file was emptied: " NAME: TOKENS/S, MFU N %;" of each.
+rates() {
+    local said
+    said=$(sed -nE 's/^result: ([^|]*) \| ([0-9]*) [^,]*(, MFU [0-9.]* %)?.*/ \1: \2\3;/p' "$WORK/trained" | tr -d '\n')
+    echo "${said:- none}"
+}
 # One make for both programs, so that it probes the machine once. If nvcc cannot cope with what the host compiler knows
 # about this processor, build for a plainer one.
 part_build() {
@@ -634,14 +640,15 @@ part_loss() {
     return "$status"
 }
 part_shapes() {
-    local shape status=0 said=""
+    local shape status=0 said
+    : >"$WORK/trained"
     for shape in "16 1024" "16 2048" "32 1024" "4 8192"; do
         # shellcheck disable=SC2086  # two words
         set -- $shape
         fitting "$1" train "NSA, $1 x $2" --seq-len "$2" --total-batch $(($1 * $2)) --steps 25 || status=1
-        said+=$(sed -nE 's/^result: NSA, ([^|]*) \| ([0-9]*) [^,]*(, MFU [0-9.]* %)?.*/ \1: \2\3;/p' "$WORK/fitting")
     done
-    echo "answer: tokens/s of${said:- none}"
+    said=$(rates)
+    echo "answer: tokens/s of${said//NSA, /}"
     return "$status"
 }
 # The option that gives the benchmark of attention a trained model's selections, where there are any.
@@ -692,7 +699,7 @@ part_batches() {
 # Every length has the same number of tokens in a micro-step, so only attention differs.
 part_long() {
     local T level status=0
-    rm -f "$WORK/trained"
+    : >"$WORK/trained"
     for T in 4096 8192 16384; do
         train "NSA, T=$T" --batch $((65536 / T)) --seq-len "$T" --total-batch 65536 --steps 12 || status=1
         train "full attention, T=$T" --batch $((65536 / T)) --seq-len "$T" --total-batch 65536 --steps 12 \
@@ -702,7 +709,7 @@ part_long() {
         train "NSA, T=65536, --recompute $level" --batch 1 --seq-len 65536 --total-batch 65536 --recompute "$level" \
             --steps 10 || status=1
     done
-    echo "answer: tokens/s of$(sed -nE 's/^result: ([^|]*) \| ([0-9]*) .*/ \1: \2;/p' "$WORK/trained" | tr -d '\n')"
+    echo "answer: tokens/s of$(rates)"
     return "$status"
 }
 has_mpi() { command -v mpirun >/dev/null && ./train_nsa --version 2>/dev/null | grep '^MPI: ' >/dev/null; }
@@ -781,8 +788,8 @@ part_torch() {
 export WORK=$work CARRIED FIRST_ONLY=$first KERNELS=${report%.md}-kernels.csv
 # Open MPI refuses root, which rented machines often are.
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
-export -f within limited run train fitting same_digits sanitize perf attention_kernels plain_only no_tensor_cores losses
-export -f near has_mpi two pack part_prepare chosen_by selections
+export -f within limited run train rates fitting same_digits sanitize perf attention_kernels plain_only no_tensor_cores
+export -f losses near has_mpi two pack part_prepare chosen_by selections
 for part in $PARTS; do export -f "part_$part"; done
 
 build() {
