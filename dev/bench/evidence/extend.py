@@ -44,17 +44,24 @@ class Extension:
     def at_length(self, folder):
         return f"{folder}.at_{self.a.length}_of_{self.a.files}.json"
 
+    def alone(self, folder):
+        """A lock, to be closed: several extend.py, of one length or of several, share what they make in a folder."""
+        lock = open(f"{folder}.lock", "w")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return lock
+
     def evaluate(self, folder):
         """The run's losses at --length, kept beside it."""
         path = self.at_length(folder)
-        if not os.path.exists(path):
-            trained = self.setting["model"]["seq-len"]
-            held_out = f"{self.a.cache}/{self.setting['held_out']}".replace(f"_{trained}_", f"_{self.a.length}_")
-            text = command([self.a.program, "eval", "--from", folder, "--val-data", held_out, "--batch", "1",
-                            "--eval-batches", str(self.a.files), "--seq-len", str(self.a.length)] + self.machine)
-            with open(path + ".new", "w") as file:
-                json.dump(read_evaluation(text), file)
-            os.rename(path + ".new", path)
+        with self.alone(folder):
+            if not os.path.exists(path):
+                trained = self.setting["model"]["seq-len"]
+                held_out = f"{self.a.cache}/{self.setting['held_out']}".replace(f"_{trained}_", f"_{self.a.length}_")
+                text = command([self.a.program, "eval", "--from", folder, "--val-data", held_out, "--batch", "1",
+                                "--eval-batches", str(self.a.files), "--seq-len", str(self.a.length)] + self.machine)
+                with open(path + ".new", "w") as file:
+                    json.dump(read_evaluation(text), file)
+                os.rename(path + ".new", path)
         with open(path) as file:
             return json.load(file)
 
@@ -69,21 +76,16 @@ class Extension:
         os.makedirs(f"{self.a.work}/extended", exist_ok=True)
         way = f"T{length}_base{base}_lr{rate:g}_tokens{self.a.tokens}"
         folder = f"{self.a.work}/extended/{os.path.basename(run)}_{way}"
-        with open(f"{folder}.lock", "w") as lock:  # another --length goes on at the trained length likewise
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            self.train_longer(run, folder, length, base, rate)
+        total = max(TOTAL_BATCH, length)
+        steps = self.a.tokens // total
+        with self.alone(folder):
+            if not os.path.exists(f"{folder}/step_{steps:08d}"):  # its last checkpoint
+                options = {"init-from": run, "out": folder, "seq-len": length, "rope-base": base, "batch": 1,
+                           "data": self.unseen(run), "total-batch": total, "steps": steps,
+                           "warmup": 5, "lr": rate, "optimizer": "muon", "sample-tokens": 0, "keep": 1}
+                shutil.rmtree(folder, ignore_errors=True)
+                command([self.a.program] + command_line(options) + self.machine)
         return self.evaluate(folder)
-
-    def train_longer(self, run, folder, length, base, rate):
-        if not os.path.exists(f"{folder}.ended"):
-            total = max(TOTAL_BATCH, length)
-            options = {"init-from": run, "out": folder, "seq-len": length, "rope-base": base, "batch": 1,
-                       "data": self.unseen(run), "total-batch": total, "steps": self.a.tokens // total,
-                       "warmup": 5, "lr": rate, "optimizer": "muon", "sample-tokens": 0, "keep": 1}
-            shutil.rmtree(folder, ignore_errors=True)
-            command([self.a.program] + command_line(options) + self.machine)
-            with open(f"{folder}.ended", "w"):
-                pass
 
 
 class Way:

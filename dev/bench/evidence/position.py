@@ -101,7 +101,7 @@ def main():
     arguments.add_argument("--setting", default=f"{HERE}/small.json", help="run.py's, which says the machine")
     arguments.add_argument("--program", default="./train_nsa")
     arguments.add_argument("--tokens", type=int, default=1 << 20)
-    arguments.add_argument("--seq-len", type=int, default=1024, help="length of the held-out documents, 1024 or 4096")
+    arguments.add_argument("--seq-len", type=int, default=1024, help="of the held-out documents, one of corpus.py's")
     arguments.add_argument("--near", type=int, default=256, help="tokens that both arms see whole")
     arguments.add_argument("--out")
     a = arguments.parse_args()

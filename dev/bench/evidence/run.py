@@ -14,6 +14,7 @@ there is skipped; one that was interrupted goes on from its last checkpoint, so 
 runners can share a folder.
 """
 import argparse
+import contextlib
 import fcntl
 import glob
 import json
@@ -157,7 +158,7 @@ def some_shards(cache, setting, tokens, seen=0):
     os.makedirs(folder, exist_ok=True)
     for shard in shards:
         link = f"{folder}/{os.path.basename(shard)}"
-        if not os.path.lexists(link):
+        with contextlib.suppress(FileExistsError):
             os.symlink(shard, link)
     return f"{folder}/*.bin"
 
