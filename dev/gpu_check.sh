@@ -775,12 +775,20 @@ part_torch() {
         return 0
     fi
     # All in one part, one after the other, so that clocks and temperature are the same. PyTorch's MFU uses our peak.
-    local ours="NSA, T=2048, beside PyTorch" peak status=0
-    train "$ours" --batch 16 --total-batch 32768 --steps 25 || status=1
-    train "full attention, T=2048, beside PyTorch" --batch 16 --total-batch 32768 --steps 25 --attention full ||
-        status=1
-    peak=$(sed -n 's/.*MFU [0-9.]* % of \([0-9.]*\) TFLOP.*/\1/p' "$WORK/$ours.out")
-    "${PYTHON:-python3}" -u dev/bench/torch_step.py --batch 16 --seq-len 2048 --peak-tflops "${peak:-0}" || status=1
+    local T ours peak status=0
+    : >"$WORK/trained"
+    for T in 2048 8192 16384 32768; do
+        ours="NSA, T=$T, beside PyTorch"
+        train "$ours" --batch $((32768 / T)) --seq-len "$T" --total-batch 32768 --steps 25 || status=1
+        train "full attention, T=$T, beside PyTorch" --batch $((32768 / T)) --seq-len "$T" --total-batch 32768 \
+            --steps 25 --attention full || status=1
+        peak=$(sed -n 's/.*MFU [0-9.]* % of \([0-9.]*\) TFLOP.*/\1/p' "$WORK/$ours.out")
+        "${PYTHON:-python3}" -u dev/bench/torch_step.py --batch $((32768 / T)) --seq-len "$T" \
+            --peak-tflops "${peak:-0}" --limit 110 | tee "$WORK/dense"
+        [ "${PIPESTATUS[0]}" -eq 0 ] || status=1
+        grep '^result: ' "$WORK/dense" >>"$WORK/trained"
+    done
+    echo "answer: tokens/s of$(rates)"
     plain_only || within 150 ./build/test_device --perf-attention --batch 1 --seq-len 65536 || status=1
     "${PYTHON:-python3}" -u dev/bench/torch_attention.py --tokens 65536 || status=1
     return "$status"

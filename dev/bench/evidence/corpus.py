@@ -2,6 +2,7 @@
 """Makes the corpus of the comparisons: C source of the Linux kernel, as bytes.
 
     corpus.py CACHE [--program ./train_nsa]
+    corpus.py CACHE --text FILE [--program ./train_nsa]      of a text of one's own instead; its last tenth is held out
 
 CACHE gets Debian's package, the text and the shards; nothing is written elsewhere. Files of at least 8 KB, held out by
 directory (fs/ext4, net/ipv4): training and held-out files never share one. The order of the files is that of a hash
@@ -9,6 +10,8 @@ of their paths, so the first N bytes are a fair sample of the whole.
 
     train/c_train_000001.bin ...   2^18 + 1 tokens each, so that each holds 256 samples of 1024
     heldout/c_T_val_000000.bin     T = 1024, 4096, ...: one document of T tokens from the middle of each held-out file
+
+A text is one document: train/text_train_000001.bin and heldout/text_val_000000.bin.
 """
 import argparse
 import hashlib
@@ -96,33 +99,52 @@ def slices(files, tokens, count):
     return [(path, text[(len(text) - size) // 2:][:size]) for path, text in long_enough]
 
 
-def main():
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("cache")
-    arguments.add_argument("--program", default="./train_nsa")
-    a = arguments.parse_args()
-    os.makedirs(a.cache, exist_ok=True)
-    if os.path.exists(f"{a.cache}/corpus.json"):
-        return
-    files = sorted(source_files(fetch(a.cache)), key=lambda file: number_of(file[0]))
+def split_sources(cache, program):
+    """Writes the shards of the kernel's source; returns what corpus.json says of them."""
+    files = sorted(source_files(fetch(cache)), key=lambda file: number_of(file[0]))
     held_out = [file for file in files if is_held_out(file[0])]
     train = [file for file in files if not is_held_out(file[0])]
-    write_documents(f"{a.cache}/train.jsonl", train)
-    tokenize(a.program, f"{a.cache}/train.jsonl", f"{a.cache}/train/c",
+    write_documents(f"{cache}/train.jsonl", train)
+    tokenize(program, f"{cache}/train.jsonl", f"{cache}/train/c",
              ["--val-fraction", "0", "--shard-tokens", str(SHARD + 1)])
     for tokens, count in LENGTHS.items():
         # One more document, so that the last sample has a last target.
         documents = slices(held_out, tokens, count) + [("end", " ")]
-        write_documents(f"{a.cache}/heldout_{tokens}.jsonl", documents)
-        tokenize(a.program, f"{a.cache}/heldout_{tokens}.jsonl", f"{a.cache}/heldout/c_{tokens}",
+        write_documents(f"{cache}/heldout_{tokens}.jsonl", documents)
+        tokenize(program, f"{cache}/heldout_{tokens}.jsonl", f"{cache}/heldout/c_{tokens}",
                  ["--val-fraction", "1"])
-    facts = {
+    return {
         "package": f"{PACKAGE}={VERSION}",
         "train_files": len(train),
         "train_bytes": sum(len(text) for _, text in train),
         "held_out_files": len(held_out),
         "held_out_directories": sorted({directory_of(path) for path, _ in held_out}),
     }
+
+
+def split_text(path, cache, program):
+    """Writes both parts as shards; returns what corpus.json says of them."""
+    with open(path, encoding="utf-8") as file:
+        text = file.read()
+    cut = len(text) * 9 // 10
+    facts = {"text": os.path.basename(path)}
+    for part, words, fraction in (("train", text[:cut], 0), ("heldout", text[cut:], 1)):
+        write_documents(f"{cache}/{part}.jsonl", [(path, words)])
+        tokenize(program, f"{cache}/{part}.jsonl", f"{cache}/{part}/text", ["--val-fraction", str(fraction)])
+        facts[f"{part}_bytes"] = len(words.encode())
+    return facts
+
+
+def main():
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("cache")
+    arguments.add_argument("--program", default="./train_nsa")
+    arguments.add_argument("--text", metavar="FILE", help="UTF-8")
+    a = arguments.parse_args()
+    os.makedirs(a.cache, exist_ok=True)
+    if os.path.exists(f"{a.cache}/corpus.json"):
+        return
+    facts = split_text(a.text, a.cache, a.program) if a.text else split_sources(a.cache, a.program)
     with open(f"{a.cache}/corpus.json", "w") as file:
         json.dump(facts, file, indent=1)
     print(json.dumps(facts, indent=1))

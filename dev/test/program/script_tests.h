@@ -203,7 +203,7 @@ TEST(run_gpu_check_with_stand_ins) {
     // Of 50 steps the median of 6 .. 50 is the 28th; of 15 that of 6 .. 15 the 10th.
     CHECK(text.find("result: NSA, T=2048 | 1028 | tokens/s | median of the steps after the 5th, MFU 32.7 % of 989.4 "
                     "TFLOP/s, 14321 MiB of GPU memory, first step after ") != std::string::npos);
-    CHECK(text.find("dev/bench/torch_step.py --batch 16 --seq-len 2048 --peak-tflops 989.4") != std::string::npos);
+    CHECK(text.find("dev/bench/torch_step.py --batch 1 --seq-len 32768 --peak-tflops 989.4") != std::string::npos);
     CHECK(text.find("result: NSA, T=2048, micro-batch 32 | 1010 | tokens/s |") != std::string::npos);
 
     machine.script(
@@ -725,6 +725,24 @@ TEST(run_comparison_of_arms) {
     const program::Result wrong = c.gpu_day(plan);
     CHECK_EQUAL(wrong.status, 1);
     CHECK(wrong.err.find("'nothing' is no arm: expected one of nsa, full, window") != std::string::npos);
+}
+
+// A text of one's own as a corpus: two documents, which together are the text, and no byte of one in the other.
+TEST(run_corpus_of_a_text) {
+    using namespace script_tests;
+    if (program::execute({"/usr/bin/env", "python3", "-c", ""}).status != 0) return skip("corpus: no python3");
+    Comparison c;
+    std::string text;
+    for (int i = 0; i < 500; i++) text += format_text("line %d of a caf\u00e9\n", i);
+    const std::string file = c.folder.file("text.txt"), cache = c.folder.file("cache");
+    write_file(file, text);
+    const program::Result made = c.run("corpus.py", {cache, "--text", file, "--program", program::path()});
+    CHECK_EQUAL(made.err, "");
+    CHECK_EQUAL(made.status, 0);
+    const std::string train = shard_text(cache + "/train/text_train_000001.bin");
+    const std::string held_out = shard_text(cache + "/heldout/text_val_000000.bin");
+    CHECK_EQUAL(train.substr(1) + held_out.substr(1), text);  // behind an end-of-text each
+    CHECK_NEAR(double(held_out.size()) / double(text.size()), 0.1, 0.01);
 }
 
 // A trained model goes on with longer sequences: each way has its own best rate, and is measured at the longer length.
