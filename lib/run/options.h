@@ -138,7 +138,7 @@ constexpr double K = 1e3, M = 1e6, T = 1e12;
 static const Option OPTIONS[] = {
     // the model; the letters are those of dev/MODEL.md and the paper
     {"model", TRAIN | CHECK_VERB, &TrainConfig::model, "tiny", "tiny|2m|50m|125m|350m",
-     "preset for the options whose default is 'preset'; 2m: an hour on a laptop's CPU, untuned; 50m: an evening on a "
+     "preset for the options whose default is 'preset'; 2m: an hour on a laptop's CPU; 50m: an evening on a "
      "GPU of 8 GB, untuned; 350m: a GPU of 80 GB, untuned; check: whose memory and FLOPs, 125m without it"},
     {"attention", TRAIN, &ModelConfig::attention, "nsa", "nsa|full", "full: dense causal attention, the baseline"},
     {"full-every", TRAIN, &ModelConfig::full_every, "1", between(1, K),
@@ -214,7 +214,7 @@ static const Option OPTIONS[] = {
     {"schedule", TRAIN, &TrainConfig::schedule, "cosine", "cosine|linear|constant|wsd",
      "after warm-up; wsd: constant, then linear over the last fifth, to zero with --lr-final 0"},
     {"lr-final", TRAIN, &TrainConfig::lr_final, "0.1", between(0, 1), "the schedule ends at this fraction of --lr"},
-    {"optimizer", TRAIN, &ModelConfig::optimizer, "adamw", "adamw|muon",
+    {"optimizer", TRAIN, &ModelConfig::optimizer, "preset", "adamw|muon",
      "muon: orthogonal updates for the layers' matrices, but AdamW for embedding, norms, biases and gates"},
     {"weight-decay", TRAIN, &ModelConfig::weight_decay, "0.1", between(0, 10),
      "of matrices; norms and biases have none"},
@@ -341,6 +341,7 @@ inline Config preset_tiny() {
     p.total_batch = 2048;
     p.steps = 2100;
     p.warmup = "20";
+    p.optimizer = "adamw";
     p.lr = 2e-3;
     p.eval_every = 100;
     return p;
@@ -369,34 +370,38 @@ inline Config preset_125m() {
     p.total_batch = 524288;
     p.steps = 19000;
     p.warmup = "700";
+    p.optimizer = "adamw";
     p.lr = 6e-4;
     p.eval_every = 250;
     p.save_every = 1000;
     return p;
 }
 
-// Untuned, as are the other two below: sizes by the memory that `check` works out, batch and learning rate by analogy.
-// For an hour on a laptop's CPU; of bytes, so that it needs no vocabulary.
+// For an hour on a laptop's CPU; of bytes, so that it needs no vocabulary. Blocks, optimiser, batch and learning rate
+// are the best of the sweeps in dev/RESULTS.md, "Eight million bytes".
 inline Config preset_2m() {
     Config p = preset_tiny();
     p.model = "2m";
     p.layers = 4;
     p.dim = 192;
     p.heads = 6;
-    p.cmp_block = 16;
-    p.cmp_stride = 8;
-    p.slc_block = 32;
+    p.cmp_block = 4;
+    p.cmp_stride = 4;
+    p.slc_block = 16;
     p.slc_count = 8;
-    p.window = 128;
-    p.phi_hidden = 64;
+    p.window = 56;
     p.mlp_hidden = 768;
+    p.init = "narrow";
     p.seq_len = 1024;
-    p.total_batch = 16384;
-    p.steps = 2000;
-    p.warmup = "2M";
+    p.total_batch = 8192;
+    p.steps = 1024;
+    p.warmup = "50";
+    p.optimizer = "muon";
+    p.lr = 8e-3;
     return p;
 }
 
+// Untuned, as is the one for 80 GB: sizes by the memory that `check` works out, batch and learning rate by analogy.
 // For an evening on a GPU of 8 GB.
 inline Config preset_50m() {
     Config p = preset_125m();
