@@ -244,7 +244,7 @@ def heat_map(title, cells, left, top):
 
 def figure(arms):
     """(name, cells) of each arm. No background and colours of middle brightness: for white and for black pages."""
-    of_panel = TOP + len({key[0] for key in arms[0][1]}) * CELL + 14
+    of_panel = TOP + max(len({key[0] for key in cells}) for _, cells in arms) * CELL + 14
     width, height = LEFT + ACROSS * (EIGHTHS * CELL + GAP), -(-len(arms) // ACROSS) * of_panel + 30
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
              'font-size="12">']
