@@ -398,6 +398,7 @@ inline Config preset_2m() {
     p.warmup = "50";
     p.optimizer = "muon";
     p.lr = 8e-3;
+    p.save_every = 200;
     return p;
 }
 
