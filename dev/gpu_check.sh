@@ -775,15 +775,15 @@ part_torch() {
         return 0
     fi
     # All in one part, one after the other, so that clocks and temperature are the same. PyTorch's MFU uses our peak.
-    local T ours peak status=0
+    local T ours batch peak status=0
     : >"$WORK/trained"
     for T in 2048 8192 16384 32768; do
-        ours="NSA, T=$T, beside PyTorch"
-        train "$ours" --batch $((32768 / T)) --seq-len "$T" --total-batch 32768 --steps 25 || status=1
-        train "full attention, T=$T, beside PyTorch" --batch $((32768 / T)) --seq-len "$T" --total-batch 32768 \
-            --steps 25 --attention full || status=1
+        ours="NSA, T=$T, beside PyTorch" batch=$((32768 / T))
+        train "$ours" --batch "$batch" --seq-len "$T" --total-batch 32768 --steps 25 || status=1
+        train "full attention, T=$T, beside PyTorch" --batch "$batch" --seq-len "$T" --total-batch 32768 --steps 25 \
+            --attention full || status=1
         peak=$(sed -n 's/.*MFU [0-9.]* % of \([0-9.]*\) TFLOP.*/\1/p' "$WORK/$ours.out")
-        "${PYTHON:-python3}" -u dev/bench/torch_step.py --batch $((32768 / T)) --seq-len "$T" \
+        "${PYTHON:-python3}" -u dev/bench/torch_step.py --batch "$batch" --seq-len "$T" \
             --peak-tflops "${peak:-0}" --limit 110 | tee "$WORK/dense"
         [ "${PIPESTATUS[0]}" -eq 0 ] || status=1
         grep '^result: ' "$WORK/dense" >>"$WORK/trained"

@@ -196,13 +196,15 @@ TEST(run_gpu_check_with_stand_ins) {
     // The report holds the parts' whole output or its beginning, results and end; the log beside it all of it.
     CHECK(text.find("-- NSA, T=2048: --batch 16") != std::string::npos &&
           text.find("\nstep 0001 | ") != std::string::npos);
-    CHECK_EQUAL(count(read_file(file.substr(0, file.size() - 3) + ".log"), "\nstep 0050 | "), size_t(3));
+    const std::string whole = read_file(file.substr(0, file.size() - 3) + ".log");
+    CHECK_EQUAL(count(whole, "\nstep 0050 | "), size_t(3));
     // The page's own table of all figures is what the README's is made of.
     CHECK(text.find("\n| NSA, T=2048 | 1028 | tokens/s | median") != std::string::npos);
     CHECK(text.find("result: test_device --only attention_kernels_ | 12 | us |") != std::string::npos);
     // Of 50 steps the median of 6 .. 50 is the 28th; of 15 that of 6 .. 15 the 10th.
     CHECK(text.find("result: NSA, T=2048 | 1028 | tokens/s | median of the steps after the 5th, MFU 32.7 % of 989.4 "
                     "TFLOP/s, 14321 MiB of GPU memory, first step after ") != std::string::npos);
+    CHECK(whole.find("dev/bench/torch_step.py --batch 16 --seq-len 2048 --peak-tflops 989.4") != std::string::npos);
     CHECK(text.find("dev/bench/torch_step.py --batch 1 --seq-len 32768 --peak-tflops 989.4") != std::string::npos);
     CHECK(text.find("result: NSA, T=2048, micro-batch 32 | 1010 | tokens/s |") != std::string::npos);
 
