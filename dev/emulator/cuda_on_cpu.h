@@ -1,9 +1,10 @@
 // cuda_on_cpu.h: runs CUDA kernels on the CPU, for tests on machines without a GPU. A plain g++ (C++17, Linux, x86-64
 // or arm64) finds it where nvcc finds cuda_runtime.h and cuda_bf16.h; no CUDA toolkit is needed. Kernels are
-// compiled as ordinary functions. Three files:
+// compiled as ordinary functions. Four files:
 //   cuda_on_cpu_engine.h   memory, the fibers that are a block's threads, launches, streams
 //   cuda_on_cpu_check.h    the CHECK build's checks of every access
 //   cuda_on_cpu.h          the language, warp functions, bf16, tensor cores, asynchronous copies, the runtime API
+//   cuda_on_cpu_wgmma.h    wgmma, the tensor cores of sm_90a
 //
 // What every build finds
 //   - barriers that only some threads reach, wrong masks, shuffles from lanes that do not take part, deadlock: the
@@ -75,16 +76,19 @@ inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return
         }(),                                          \
         sizeof(T dimensions), #name)
 
-// Hands out the dynamic shared memory of the launch in order, each piece aligned to 128 bytes. One per kernel.
+// Hands out the dynamic shared memory of the launch in order, each piece at a multiple of 128 bytes, or of `alignment`,
+// a power of two up to 1024. One per kernel.
 struct DynamicShared {
     size_t used = 0;
     template <class T>
-    EMU_ENGINE T* take(size_t n) {
-        const size_t at = used, bytes = n * sizeof(T);
-        used += (bytes + 127) / 128 * 128;
+    EMU_ENGINE T* take(size_t n, size_t alignment = 16) {
+        if (!alignment || alignment > 1024 || alignment & (alignment - 1))
+            emu::stop("DynamicShared is asked for an alignment of %zu bytes", alignment);
+        const size_t at = (used + alignment - 1) / alignment * alignment, bytes = n * sizeof(T);
+        used = at + (bytes + 127) / 128 * 128;
         if (at + bytes > emu::machine.dynamic_bytes)
             emu::stop("DynamicShared hands out %zu bytes, the launch gave %zu", at + bytes, emu::machine.dynamic_bytes);
-        return (T*)emu::shared_array((const void*)(at + 1), bytes, "DynamicShared");
+        return (T*)emu::shared_array((const void*)(at + 1), bytes, "DynamicShared", at, 1024);
     }
 };
 
@@ -404,22 +408,28 @@ struct Mma {
             float c[8];
             for (int t = 0; t < 4; t++) memcpy(c + t * 2, ((Mma*)arguments[first + t])->c + r, 8);
             for (int column = 0; column < 8; column += 4) {
-                Vector sum, terms[16];
+                Vector sum;
                 memcpy(&sum, c + column, 16);
-                for (int k = 0; k < 16; k++) memcpy(&terms[k], b[k] + column, 16), terms[k] *= a[row][k];
-                if (machine.rough) sum = cut_sum(cut_sum(sum, terms), terms + 8);
-                else
-                    for (int k = 0; k < 16; k++) sum += terms[k];
+                sum = add_products(sum, a[row], b[0] + column, 8);
                 memcpy(c + column, &sum, 16);
             }
             for (int t = 0; t < 4; t++) memcpy(((Mma*)arguments[first + t])->d + r, c + t * 2, 8);
         }
     }
 
+    // sum + a row of a times four columns of b, whose rows are `stride` apart
+    typedef float Vector __attribute__((vector_size(16)));
+    EMU_ENGINE static Vector add_products(Vector sum, const float (&a)[16], const float* b, int stride) {
+        Vector terms[16];
+        for (int k = 0; k < 16; k++) memcpy(&terms[k], b + k * stride, 16), terms[k] *= a[k];
+        if (machine.rough) return cut_sum(cut_sum(sum, terms), terms + 8);
+        for (int k = 0; k < 16; k++) sum += terms[k];
+        return sum;
+    }
+
     // The sum of c and eight products as tensor cores make it, by experiments on them (Fasi et al. 2021, PeerJ Computer
     // Science 7:e330; Khattak & Mikaitis, arXiv 2512.07004), taking the worst of V100 to H100: all terms lose what is
     // below 2^-23 of the largest one's leading bit, and the sum is cut off to fp32.
-    typedef float Vector __attribute__((vector_size(16)));
     EMU_ENGINE static Vector cut_sum(Vector c, const Vector* products) {
         typedef int Ints __attribute__((vector_size(16)));
         const Ints magnitude = Ints{} + 0x7fffffff;
@@ -520,6 +530,9 @@ EMU_ENGINE EMU_NOINLINE inline void cp_async_16(void* dst, const void* src, bool
         emu::stop("cp.async: the source address is not a multiple of 16, at %s:%d", site.file, site.line);
     if (t.copies.size() == emu::MAX_COPIES) emu::stop("more than %d cp.async of one thread under way", emu::MAX_COPIES);
     EMU_ACCESS(dst, 16, WRITE);
+    if (emu::note_shared_write(dst, 16))
+        emu::stop("cp.async writes %s, which a wgmma under way reads, at %s:%d", emu::describe_address(dst).c_str(),
+                  site.file, site.line);
     emu::set_known(dst, 16, emu::UNWRITTEN);
     emu::poison(dst, 16, emu::SHARED_POISON);  // from now on the data may arrive at any time
     t.copies.push_back({dst, src, !valid, t.group});
@@ -534,11 +547,14 @@ EMU_ENGINE EMU_NOINLINE inline void cp_async_wait() {
         const emu::Copy& c = t.copies[arrived];
         EMU_ACCESS(c.src, c.zeros ? 0 : 16, READ);
         EMU_ACCESS(c.dst, 16, WRITE);
+        emu::note_shared_write(c.dst, 16);
         if (c.zeros) memset(c.dst, 0, 16);
         else memcpy(c.dst, c.src, 16);
     }
     t.copies.erase(t.copies.begin(), t.copies.begin() + long(arrived));
 }
+
+#include "cuda_on_cpu_wgmma.h"
 
 // Approximations, ex2.approx.ftz and rcp.approx.ftz: what is below the smallest normal number, 2^-126, becomes 0, on
 // the way in and on the way out.
@@ -595,11 +611,6 @@ enum {
 };
 
 using cudaStream_t = emu::Stream*;
-// 10 major + minor of the GPU that is emulated. 8.6, 8.9 and 12.0 have 99 KB of shared memory for a block, 8.0 has 163,
-// the others what the emulator has.
-#ifndef EMULATED_CAPABILITY
-#define EMULATED_CAPABILITY 90
-#endif
 struct cudaDeviceProp {
     char name[256] = "cuda_on_cpu";
     size_t totalGlobalMem = emu::machine.device_bytes,

@@ -184,6 +184,8 @@ EMU_ENGINE EMU_NOINLINE inline void on_access(const void* address, size_t bytes,
         }
         if (kind != Access::READ) known[i] = WRITTEN;
     }
+    if (kind != Access::READ && offset < SHARED_PART && note_shared_write(address, bytes))
+        stop_access("a wgmma under way reads these bytes", (const char*)address, kind, place);
 }
 
 }  // namespace emu

@@ -122,6 +122,12 @@ emu_switch:
 #error "emu_switch is written for x86-64 and arm64"
 #endif
 
+// 10 major + minor of the GPU that is emulated. 8.6, 8.9 and 12.0 have 99 KB of shared memory for a block, 8.0 has 163,
+// the others what the emulator has.
+#ifndef EMULATED_CAPABILITY
+#define EMULATED_CAPABILITY 90
+#endif
+
 namespace emu {
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -175,13 +181,20 @@ struct alignas(128) Thread {        // whole cache lines: barriers are 8 % faste
     void* stack_pointer = nullptr;  // of a fiber that does not run
     uint3 index;
     State state;
-    Site site;                 // where it waits,
-    const char* what;          // in which function,
-    unsigned mask;             // with which lanes,
-    WarpFunction function;     // and what the last of them is to do
-    void* argument;            // with this
-    std::vector<Copy> copies;  // in the order of issue
-    int group;                 // of cp.async: the one being filled
+    Site site;                           // where it waits,
+    const char* what;                    // in which function,
+    unsigned mask;                       // with which lanes,
+    WarpFunction function;               // and what the last of them is to do
+    void* argument;                      // with this
+    std::vector<Copy> copies;            // in the order of issue
+    int group;                           // of cp.async: the one being filled
+    std::vector<unsigned> async_fences;  // the interval of each of this block
+};
+
+// Of two bytes of shared memory, for wgmma: who wrote them last, as far as the build sees it.
+struct SharedCell {
+    unsigned interval, fences;       // when, and how many async_fence() that thread had called
+    unsigned short thread, readers;  // wgmma under way that read them
 };
 
 struct SharedArray {
@@ -248,6 +261,8 @@ struct Machine {
 
     // Approximations are off by as much as a GPU's may be, and an mma's sums are cut off as tensor cores cut them off.
     bool rough = false;
+
+    int capability = EMULATED_CAPABILITY;  // of the GPU, 10 major + minor
 
     // Streams.
     bool run_late = getenv("EMULATED_LATE") != nullptr;
@@ -496,8 +511,10 @@ inline void make_fresh(void* p, size_t bytes) {
     set_known(p, bytes, UNWRITTEN);
 }
 
-// ---- shared memory: an array is made when the first thread of the block comes by its declaration
-EMU_ENGINE inline void* shared_array(const void* key, size_t bytes, const char* name) {
+// ---- shared memory: an array is made when the first thread of the block comes by its declaration, at `place` modulo
+// `modulus`
+EMU_ENGINE inline void* shared_array(const void* key, size_t bytes, const char* name, size_t place = 0,
+                                     size_t modulus = 128) {
     for (int i = 0; i < machine.shared_count; i++) {
         const SharedArray& a = machine.shared[i];
         if (a.key != key) continue;
@@ -508,8 +525,10 @@ EMU_ENGINE inline void* shared_array(const void* key, size_t bytes, const char* 
     machine.shared_bytes += bytes;
     if (machine.shared_bytes > MAX_SHARED)
         stop("%zu bytes of shared memory, the limit is %zu", machine.shared_bytes, MAX_SHARED);
-    char* data = machine.range + machine.shared_used + SHARED_GAP;
-    machine.shared_used = (machine.shared_used + SHARED_GAP + bytes + SHARED_GAP / 2 + 127) / 128 * 128;
+    size_t at = machine.shared_used + SHARED_GAP;
+    at += (place - at) % modulus;
+    char* data = machine.range + at;
+    machine.shared_used = (at + bytes + SHARED_GAP / 2 + 127) / 128 * 128;
     memset(data - SHARED_GAP / 2, GUARD, SHARED_GAP / 2);
     memset(data + bytes, GUARD, SHARED_GAP / 2);
     poison(data, bytes, SHARED_POISON);
@@ -530,6 +549,19 @@ EMU_ENGINE inline void free_shared() {
     }
     machine.shared_count = 0;
     machine.shared_used = machine.shared_bytes = 0;
+}
+// Notes a write by the running thread; whether a wgmma under way reads one of the bytes.
+inline SharedCell shared_cells[SHARED_PART / 2];
+EMU_ENGINE inline bool note_shared_write(const void* address, size_t bytes) {
+    const size_t first = size_t((const char*)address - machine.range);
+    const unsigned fences = unsigned(machine.threads[machine.current].async_fences.size());
+    bool read = false;
+    for (size_t i = first / 2; i <= (first + bytes - 1) / 2; i++) {
+        SharedCell& cell = shared_cells[i];
+        cell.interval = machine.clock.interval, cell.fences = fences, cell.thread = (unsigned short)machine.current;
+        read = read || cell.readers;
+    }
+    return read;
 }
 EMU_ENGINE inline bool is_shared(const void* address, size_t bytes) {
     const char* p = (const char*)address;
@@ -667,6 +699,10 @@ EMU_ENGINE EMU_NOINLINE inline void warp_function(unsigned mask, WarpFunction fu
     run_another();
 }
 
+// Of cuda_on_cpu_wgmma.h.
+void begin_wgmma();
+void end_wgmma();
+
 // What a fiber runs, for ever: one round for each block. Nothing may throw through it, there is no frame above.
 EMU_ENGINE inline void thread_main() noexcept {
     for (;;) {
@@ -674,6 +710,7 @@ EMU_ENGINE inline void thread_main() noexcept {
         const int warp = machine.current / 32, lane = machine.current % 32;
         if (const size_t n = machine.threads[machine.current].copies.size())
             stop("the thread returns with %zu cp.async that it has not waited for", n);
+        end_wgmma();
         mark_waiting(machine.current, State::RETURNED);
         machine.returned++;
         machine.warp_live[warp] &= ~(1u << lane);
@@ -746,11 +783,13 @@ EMU_ENGINE inline void run_block() {
         machine.warp_waiting[w] = 0;
         machine.clock.warp_syncs[w] = 0;
     }
+    begin_wgmma();
     draw_ranks();
     for (int i = 0; i < n; i++) {
         Thread& t = machine.threads[i];
         t.index = {i % blockDim.x, i / blockDim.x % blockDim.y, i / (blockDim.x * blockDim.y)};
         t.group = 0;
+        t.async_fences.clear();
         machine.clock.last_sync[i] = 0, machine.clock.last_sync_mask[i] = 0;
         mark_ready(i);
     }

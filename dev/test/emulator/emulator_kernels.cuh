@@ -2,7 +2,7 @@
 // dev/emulator/cuda_on_cpu.h. They compile under g++ and nvcc. Those with a template parameter are right with FAULT =
 // NONE; planted_faults.cpp asks for the others.
 #pragma once
-#include "../../../lib/cuda/common.cuh"
+#include "../../../lib/cuda/wgmma.cuh"
 
 using bf16 = __nv_bfloat16;
 
@@ -22,7 +22,30 @@ enum Fault {
     NO_BARRIER_BEFORE_REFILL,
     TRANSPOSED_FRAGMENT,
     NO_ZERO_FILL,
-    NO_FENCE
+    NO_FENCE,
+    NO_WGMMA_FENCE,
+    FENCE_BEFORE_A,
+    NO_WGMMA_WAIT,
+    NO_WGMMA_COMMIT,
+    WGMMA_WAITS_FOR_TOO_FEW,
+    NO_ASYNC_FENCE,
+    ASYNC_FENCE_BEFORE_WAIT,
+    NO_BARRIER_AFTER_ASYNC_FENCE,
+    NO_ASYNC_FENCE_AFTER_STORE,
+    TILE_AT_512,
+    BEGINS_INSIDE_A_ROW,
+    NO_LEADING_BYTES,
+    ACCUMULATORS_READ_EARLY,
+    ACCUMULATORS_WRITTEN,
+    A_OVERWRITTEN,
+    REFILL_UNDER_WAY,
+    STORE_UNDER_WAY,
+    A_WARP_TAKES_ANOTHER_TILE,
+    A_WARP_STAYS_OUT,
+    RETURNS_UNCOMMITTED,
+    RETURNS_UNDER_WAY,
+    NO_SUCH_WARPGROUP,
+    NO_SUCH_GPU
 };
 
 // A device array with a copy on the host.
@@ -155,6 +178,138 @@ __global__ void __launch_bounds__(128) matmul_tiles(float* out, const bf16* a, c
         }
 }
 constexpr size_t MATMUL_SHARED_BYTES = 2 * (TILE_M + TILE_N) * TILE_STRIDE * 2;
+
+// ---- wgmma; a block is one warpgroup. nvcc compiles these for sm_90a; for others they are empty.
+#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define HAS_WGMMA
+#endif
+
+// tile = 64 columns of rows that are `stride` elements apart
+__device__ inline void copy_64_columns(bf16* tile, const bf16* in, int rows, int stride) {
+    for (int i = threadIdx.x; i < rows * 8; i += blockDim.x)
+        cp_async_16(tile + chunk_at<64>(i / 8, i % 8), in + i / 8 * stride + i % 8 * 8);
+}
+// out (64, 8 N) = c
+template <int N>
+__device__ inline void store_rows(float* out, const float (&c)[N][4]) {
+    const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
+    for (int n = 0; n < N; n++)
+        for (int e = 0; e < 4; e++) out[(row + e / 2 * 8) * N * 8 + n * 8 + threadIdx.x % 4 * 2 + e % 2] = c[n][e];
+}
+
+// out (64, 8 N) = a b^T with a (64, 128) in shared memory or in registers and b (8 N, 128); or, by COLUMNS, a b with b
+// (128, 8 N), added to FIRST_VALUE.
+enum WgmmaForm { FROM_TILES, FROM_REGISTERS, COLUMNS };
+constexpr float FIRST_VALUE = 0.5f;
+template <int N, WgmmaForm FORM>
+__global__ void __launch_bounds__(128) one_wgmma(float* out, const bf16* a, const bf16* b) {
+#ifdef HAS_WGMMA
+    DynamicShared shared;
+    bf16* const tile_a = shared.take<bf16>(2 * 64 * 64, 1024);
+    bf16* const tile_b = shared.take<bf16>(2 * 128 * 64, 1024);
+    constexpr int half_b = FORM == COLUMNS ? 128 * 64 : N * 8 * 64;
+    for (int half = 0; half < 2; half++) {
+        copy_64_columns(tile_a + half * 64 * 64, a + half * 64, 64, 128);
+        if (FORM != COLUMNS) copy_64_columns(tile_b + half * half_b, b + half * 64, N * 8, 128);
+        else if (half < N / 8) copy_64_columns(tile_b + half * half_b, b + half * 64, 128, N * 8);
+    }
+    cp_async_commit();
+    cp_async_wait<0>();
+    async_fence();
+    __syncthreads();
+    float c[N][4];
+    for (int n = 0; n < N; n++)
+        for (int e = 0; e < 4; e++) c[n][e] = FIRST_VALUE;
+    unsigned rows[8][4];
+    for (int k = 0; k < 8; k++) load_a<64>(rows[k], tile_a + k / 4 * 64 * 64, threadIdx.x / 32 * 16, k % 4 * 16);
+    const WgmmaTile at_a = wgmma_tile(tile_a), at_b = wgmma_tile(tile_b, half_b * 2);
+    wgmma_fence();
+    if (FORM == FROM_TILES) wgmma_first(c, at_a, at_b);
+    if (FORM == FROM_REGISTERS) wgmma_first(c, rows[0], at_b);
+#pragma unroll
+    for (int k = FORM == COLUMNS ? 0 : 1; k < 8; k++) {
+        const WgmmaTile next_b = at_b + (FORM == COLUMNS ? k * 2048 : k / 4 * half_b * 2 + k % 4 * 32);
+        if (FORM == FROM_TILES) wgmma_add(c, at_a + (k / 4 * 8192 + k % 4 * 32), next_b);
+        if (FORM == FROM_REGISTERS) wgmma_add(c, rows[k], next_b);
+        if (FORM == COLUMNS) wgmma_add_columns(c, rows[k], next_b);
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+    store_rows(out, c);
+#endif
+}
+constexpr size_t ONE_WGMMA_BYTES = (2 * 64 + 2 * 128) * 64 * 2;
+
+// out (64, 128) = the sum over tiles of bf16(q k^T) v, as attention goes: q (64, 64), k (tiles 64, 64), v (tiles 64,
+// 128). While a tile of k and v is multiplied, the next is on its way.
+template <int FAULT>
+__global__ void __launch_bounds__(128)
+    attention_on_warpgroup(float* out, const bf16* q, const bf16* k, const bf16* v, int tiles) {
+#ifdef HAS_WGMMA
+    constexpr int TILE = 64 * 64;
+    DynamicShared shared;
+    if (FAULT == TILE_AT_512) shared.take<bf16>(256);
+    bf16* const q_tile = shared.take<bf16>(TILE, FAULT == TILE_AT_512 ? 16 : 1024);
+    bf16* const k_tiles = shared.take<bf16>(2 * TILE, 1024);
+    bf16* const v_tiles = shared.take<bf16>(4 * TILE, 1024);
+    const auto copy = [&](int tile) {
+        copy_64_columns(k_tiles + tile % 2 * TILE, k + tile * TILE, 64, 64);
+        for (int half = 0; half < 2; half++)
+            copy_64_columns(v_tiles + (tile % 2 * 2 + half) * TILE, v + tile * TILE * 2 + half * 64, 64, 128);
+        cp_async_commit();
+    };
+    const auto store_q = [&] {
+        for (int i = threadIdx.x; i < TILE; i += blockDim.x) q_tile[chunk_at<64>(i / 64, i % 64 / 8) + i % 8] = q[i];
+    };
+    if (FAULT != NO_ASYNC_FENCE_AFTER_STORE) store_q();
+    const int warp = threadIdx.x / 32;
+    const WgmmaTile q_at = wgmma_tile(q_tile) + (FAULT == BEGINS_INSIDE_A_ROW ? 112 : 0);
+    float scores[8][4], sums[16][4] = {};
+    unsigned a[4][4];
+    copy(0);
+    for (int tile = 0; tile < tiles; tile++) {
+        if (FAULT == ASYNC_FENCE_BEFORE_WAIT) async_fence();
+        cp_async_wait<0>();
+        if (FAULT == NO_BARRIER_AFTER_ASYNC_FENCE) __syncthreads();
+        if (FAULT != NO_ASYNC_FENCE && FAULT != ASYNC_FENCE_BEFORE_WAIT) async_fence();
+        if (FAULT == NO_ASYNC_FENCE_AFTER_STORE && tile == 0) store_q();
+        if (FAULT != NO_BARRIER_AFTER_ASYNC_FENCE) __syncthreads();
+        if (FAULT != REFILL_UNDER_WAY && tile + 1 < tiles) copy(tile + 1);
+        const int other = FAULT == A_WARP_TAKES_ANOTHER_TILE && warp == 2 ? 32 : 0;
+        const WgmmaTile k_at = wgmma_tile(k_tiles + tile % 2 * TILE) + other;
+        const WgmmaTile v_at = wgmma_tile(v_tiles + tile % 2 * 2 * TILE, FAULT == NO_LEADING_BYTES ? 0 : 8192);
+        if (FAULT == A_WARP_STAYS_OUT && tile == tiles - 1 && warp == 3) break;
+        if (FAULT != NO_WGMMA_FENCE) wgmma_fence();
+        wgmma_first(scores, q_at, k_at);
+        for (int x = 1; x < 4; x++) wgmma_add(scores, q_at + x * 32, k_at + x * 32);
+        if (FAULT != NO_WGMMA_COMMIT && FAULT != RETURNS_UNCOMMITTED) wgmma_commit();
+        if (FAULT == RETURNS_UNDER_WAY || FAULT == RETURNS_UNCOMMITTED) {
+            cp_async_wait<0>();
+            return;
+        }
+        if (FAULT == STORE_UNDER_WAY && threadIdx.x == 5) k_tiles[tile % 2 * TILE] = bf16(7.0f);
+        if (FAULT == ACCUMULATORS_WRITTEN) scores[3][1] = 0;
+        float early = 0;
+        if (FAULT == ACCUMULATORS_READ_EARLY) early = scores[3][1];
+        if (FAULT == WGMMA_WAITS_FOR_TOO_FEW) wgmma_wait<1>();
+        else if (FAULT != NO_WGMMA_WAIT) wgmma_wait<0>();
+        if (FAULT == ACCUMULATORS_READ_EARLY) scores[3][1] = early;
+        if (FAULT == FENCE_BEFORE_A) wgmma_fence();
+        for (int x = 0; x < 4; x++)
+            for (int r = 0; r < 4; r++)
+                a[x][r] = pack_bf16(scores[2 * x + r / 2][r % 2 * 2], scores[2 * x + r / 2][r % 2 * 2 + 1]);
+        if (FAULT != FENCE_BEFORE_A) wgmma_fence();
+        for (int x = 0; x < 4; x++) wgmma_add_columns(sums, a[x], v_at + x * 2048);
+        wgmma_commit();
+        if (FAULT == A_OVERWRITTEN) a[2][1] = 0;
+        if (FAULT == REFILL_UNDER_WAY && tile + 1 < tiles) copy(tile + 1);
+        if (FAULT == REFILL_UNDER_WAY && tile + 2 < tiles) copy(tile + 2);
+        wgmma_wait<0>();
+    }
+    store_rows(out, sums);
+#endif
+}
+constexpr size_t ATTENTION_ON_WARPGROUP_BYTES = 7 * 64 * 64 * 2 + 1024;  // TILE_AT_512 needs the 1024
 
 // ---- one warp each, for the tests of single functions
 

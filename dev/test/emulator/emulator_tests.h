@@ -267,6 +267,63 @@ TEST(emulator_matmul_by_double_buffered_tiles) {
         });
 }
 
+// Only sm_90a has wgmma.
+inline bool device_has_wgmma() {
+    cudaDeviceProp properties;
+    CUDA_CHECK(cudaGetDeviceProperties(&properties, 0));
+    return properties.major == 9;
+}
+template <int N, WgmmaForm FORM>
+inline void check_one_wgmma() {
+    const size_t M = 64, COLUMNS_OF_B = N * 8, K = 128;
+    DeviceArray<bf16> a(emulator_noises<bf16>(M * K)), b(emulator_noises<bf16>(COLUMNS_OF_B * K, 9000));
+    DeviceArray<float> out(M * COLUMNS_OF_B);
+    launch<one_wgmma<N, FORM>>(1, 128, ONE_WGMMA_BYTES, nullptr, out.device, a.device, b.device);
+    out.download();
+    for (size_t i = 0; i < M; i++)
+        for (size_t j = 0; j < COLUMNS_OF_B; j++) {
+            double sum = FORM == COLUMNS ? double(FIRST_VALUE) : 0;
+            for (size_t k = 0; k < K; k++)
+                sum += double(float(a.host[i * K + k])) *
+                       double(float(b.host[FORM == COLUMNS ? k * COLUMNS_OF_B + j : j * K + k]));
+            CHECK_NEAR(out.host[i * COLUMNS_OF_B + j], sum, double(K) * 0x1p-23);
+        }
+}
+TEST(emulator_wgmma_of_every_form) {
+    if (!device_has_wgmma()) return;
+    for_seeds([] {
+        check_one_wgmma<8, FROM_TILES>(), check_one_wgmma<16, FROM_TILES>();
+        check_one_wgmma<8, FROM_REGISTERS>(), check_one_wgmma<16, FROM_REGISTERS>();
+        check_one_wgmma<8, COLUMNS>(), check_one_wgmma<16, COLUMNS>();
+    });
+}
+TEST(emulator_attention_on_a_warpgroup) {
+    if (!device_has_wgmma()) return;
+    for (const int tiles : {1, 2, 5})
+        for_seeds([tiles] {
+            const size_t keys = size_t(tiles) * 64;
+            DeviceArray<bf16> q(emulator_noises<bf16>(64 * 64)), k(emulator_noises<bf16>(keys * 64, 5000)),
+                v(emulator_noises<bf16>(keys * 128, 50000));
+            DeviceArray<float> out(64 * 128);
+            launch<attention_on_warpgroup<NONE>>(1, 128, ATTENTION_ON_WARPGROUP_BYTES, nullptr, out.device, q.device,
+                                                 k.device, v.device, tiles);
+            out.download();
+            for (size_t i = 0; i < 64; i++) {
+                std::vector<double> sums(128), sizes(128);
+                for (size_t key = 0; key < keys; key++) {
+                    double score = 0;
+                    for (size_t x = 0; x < 64; x++)
+                        score += double(float(q.host[i * 64 + x])) * double(float(k.host[key * 64 + x]));
+                    for (size_t x = 0; x < 128; x++) {
+                        sums[x] += score * double(float(v.host[key * 128 + x]));
+                        sizes[x] += std::fabs(score * double(float(v.host[key * 128 + x])));
+                    }
+                }
+                for (size_t x = 0; x < 128; x++) CHECK_NEAR(out.host[i * 128 + x], sums[x], 0x1p-8 * sizes[x]);
+            }
+        });
+}
+
 TEST(emulator_async_copy_fills_with_zeros) {
     DeviceArray<float> in(emulator_noises<float>(128)), out(128);
     launch<copy_async>(1, 32, 0, nullptr, out.device, in.device, 20);

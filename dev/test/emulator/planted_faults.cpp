@@ -207,6 +207,24 @@ static void matmul() {
             expected[i] += double(float(a.host[i / N * K + k])) * double(float(b.host[i % N * K + k]));
     expect("matmul_tiles", out, expected);
 }
+template <int FAULT>
+static void warpgroup() {  // three tiles, so that each buffer is filled again
+    const size_t tiles = 3, keys = tiles * 64;
+    DeviceArray<bf16> q(noises<bf16>(64 * 64)), k(noises<bf16>(keys * 64)), v(noises<bf16>(keys * 128));
+    DeviceArray<float> out(64 * 128);
+    if (FAULT == NO_SUCH_GPU) emu::machine.capability = 80;
+    launch<attention_on_warpgroup<FAULT>>(1, FAULT == NO_SUCH_WARPGROUP ? 96 : 128, ATTENTION_ON_WARPGROUP_BYTES,
+                                          nullptr, out.device, q.device, k.device, v.device, int(tiles));
+    std::vector<double> expected(64 * 128);
+    for (size_t i = 0; i < 64; i++)
+        for (size_t key = 0; key < keys; key++) {
+            float score = 0;
+            for (size_t x = 0; x < 64; x++) score += float(q.host[i * 64 + x]) * float(k.host[key * 64 + x]);
+            for (size_t x = 0; x < 128; x++)
+                expected[i * 128 + x] += double(float(bf16(score))) * double(float(v.host[key * 128 + x]));
+        }
+    expect("attention_on_warpgroup", out, expected, 0.05);
+}
 // One block of a kernel that writes n floats, of which each is to be `expected(i)`.
 template <auto kernel, class Expected, class... Args>
 static void one_block(const char* name, int threads, size_t n, Expected expected, Args... args) {
@@ -288,6 +306,7 @@ static const char* const OUTSIDE_ARRAY = "outside of any array";
 static const char* const WRONG = "wrong result";
 static const char* const BARRIER = "not all threads of the block reach the same barrier";
 static const char* const LEFT_OUT = "which leaves it out|which takes no part";
+static const char* const ON_WARPGROUP = "attention_on_warpgroup";
 static const char* const GONE = "a lane returns while others of its warp wait for it|names lanes that have returned";
 
 static const Planted faults[] = {
@@ -308,6 +327,46 @@ static const Planted faults[] = {
      RACE_OR_UNWRITTEN},
     {"a transposed fragment", matmul<TRANSPOSED_FRAGMENT>, "matmul_tiles", WRONG, WRONG},
     {"no zeros past the end", matmul<NO_ZERO_FILL>, "matmul_tiles", WRONG, UNWRITTEN},
+    {"no wgmma_fence", warpgroup<NO_WGMMA_FENCE>, ON_WARPGROUP, "without a wgmma_fence", "without a wgmma_fence"},
+    {"a wgmma_fence before A is written", warpgroup<FENCE_BEFORE_A>, ON_WARPGROUP, "A registers were written after",
+     "A registers were written after"},
+    {"no wgmma_wait", warpgroup<NO_WGMMA_WAIT>, ON_WARPGROUP, WRONG, WRONG},
+    {"no wgmma_commit", warpgroup<NO_WGMMA_COMMIT>, ON_WARPGROUP, WRONG, WRONG},
+    {"wgmma_wait for too few groups", warpgroup<WGMMA_WAITS_FOR_TOO_FEW>, ON_WARPGROUP, WRONG, WRONG},
+    {"no async_fence after cp.async", warpgroup<NO_ASYNC_FENCE>, ON_WARPGROUP, "without an async_fence",
+     "without an async_fence"},
+    {"an async_fence before the cp.async wait", warpgroup<ASYNC_FENCE_BEFORE_WAIT>, ON_WARPGROUP,
+     "without an async_fence", "without an async_fence"},
+    {"no barrier behind async_fence", warpgroup<NO_BARRIER_AFTER_ASYNC_FENCE>, ON_WARPGROUP,
+     "without an async_fence|without a barrier", "without an async_fence|without a barrier"},
+    {"no async_fence after stores", warpgroup<NO_ASYNC_FENCE_AFTER_STORE>, ON_WARPGROUP, nullptr,
+     "without an async_fence"},
+    {"a tile at 512 modulo 1024", warpgroup<TILE_AT_512>, ON_WARPGROUP, "is at 512 modulo 1024",
+     "is at 512 modulo 1024"},
+    {"an operand that begins inside of a row", warpgroup<BEGINS_INSIDE_A_ROW>, ON_WARPGROUP, "begins at byte 112",
+     "begins at byte 112"},
+    {"no leading bytes", warpgroup<NO_LEADING_BYTES>, ON_WARPGROUP, WRONG, WRONG},
+    {"accumulators read before the wait", warpgroup<ACCUMULATORS_READ_EARLY>, ON_WARPGROUP, WRONG, WRONG},
+    {"accumulators written before the wait", warpgroup<ACCUMULATORS_WRITTEN>, ON_WARPGROUP, "accumulators of a wgmma",
+     "accumulators of a wgmma"},
+    {"A registers written before the wait", warpgroup<A_OVERWRITTEN>, ON_WARPGROUP, "A registers of a wgmma",
+     "A registers of a wgmma"},
+    {"a tile filled again before the wait", warpgroup<REFILL_UNDER_WAY>, ON_WARPGROUP, "a wgmma under way reads",
+     "a wgmma under way reads|race between threads"},
+    {"a tile stored to before the wait", warpgroup<STORE_UNDER_WAY>, ON_WARPGROUP, "was written before the wgmma_wait",
+     "a wgmma under way reads"},
+    {"a warp takes another tile", warpgroup<A_WARP_TAKES_ANOTHER_TILE>, ON_WARPGROUP, "issue another one, at",
+     "issue another one, at"},
+    {"a warp stays out", warpgroup<A_WARP_STAYS_OUT>, ON_WARPGROUP, "other warps of its warpgroup|has returned",
+     "other warps of its warpgroup|has returned"},
+    {"return with a wgmma uncommitted", warpgroup<RETURNS_UNCOMMITTED>, ON_WARPGROUP, "has not committed",
+     "has not committed"},
+    {"return with a wgmma under way", warpgroup<RETURNS_UNDER_WAY>, ON_WARPGROUP, "has not waited for",
+     "has not waited for"},
+    {"three warps are no warpgroup", warpgroup<NO_SUCH_WARPGROUP>, ON_WARPGROUP, "four whole warps",
+     "four whole warps"},
+    {"wgmma on a GPU without it", warpgroup<NO_SUCH_GPU>, ON_WARPGROUP, "this GPU has no wgmma",
+     "this GPU has no wgmma"},
     {"a barrier that half the threads reach", [] { one_block<barrier_for_half>("barrier_for_half", 64, 64, one); },
      "barrier_for_half", BARRIER, BARRIER},
     {"two different barriers", [] { one_block<two_barriers>("two_barriers", 64, 64, one); }, "two_barriers", BARRIER,
@@ -457,6 +516,7 @@ static const Planted controls[] = {
     {"column sums by atomicAdd", column_sums<NONE>, "", "", ""},
     {"last block with __threadfence", last_block<NONE>, "", "", ""},
     {"matmul", matmul<NONE>, "", "", ""},
+    {"attention on a warpgroup", warpgroup<NONE>, "", "", ""},
     {"two streams with an event", [] { streams(true); }, "", "", ""},
     {"a gradient reduced after an event", [] { reduction(true); }, "", "", ""},
     {"the host waits for the copy", [] { host_reads_early(true); }, "", "", ""},
