@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(128) matmul_tiles(float* out, const bf16* a, c
 }
 constexpr size_t MATMUL_SHARED_BYTES = 2 * (TILE_M + TILE_N) * TILE_STRIDE * 2;
 
-// ---- wgmma; a block is one warpgroup. nvcc compiles these for sm_90a; for others they are empty.
+// ---- wgmma. nvcc compiles these for sm_90a; for others they are empty.
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define HAS_WGMMA
 #endif
@@ -240,16 +240,16 @@ __global__ void __launch_bounds__(128) one_wgmma(float* out, const bf16* a, cons
 }
 constexpr size_t ONE_WGMMA_BYTES = (2 * 64 + 2 * 128) * 64 * 2;
 
-// out (64, 128) = the sum over tiles of bf16(q k^T) v, as attention goes: q (64, 64), k (tiles 64, 64), v (tiles 64,
-// 128). While a tile of k and v is multiplied, the next is on its way.
+// out (rows, 128) = the sum over tiles of bf16(q k^T) v, as attention goes: q (rows, 64), k (tiles 64, 64), v (tiles
+// 64, 128), 64 rows for each warpgroup. While a tile of k and v is multiplied, the next is on its way.
 template <int FAULT>
 __global__ void __launch_bounds__(128)
-    attention_on_warpgroup(float* out, const bf16* q, const bf16* k, const bf16* v, int tiles) {
+    attention_on_warpgroups(float* out, const bf16* q, const bf16* k, const bf16* v, int tiles) {
 #ifdef HAS_WGMMA
     constexpr int TILE = 64 * 64;
     DynamicShared shared;
     if (FAULT == TILE_AT_512) shared.take<bf16>(256);
-    bf16* const q_tile = shared.take<bf16>(TILE, FAULT == TILE_AT_512 ? 16 : 1024);
+    bf16* const q_tile = shared.take<bf16>(2 * TILE, FAULT == TILE_AT_512 ? 16 : 1024);
     bf16* const k_tiles = shared.take<bf16>(2 * TILE, 1024);
     bf16* const v_tiles = shared.take<bf16>(4 * TILE, 1024);
     const auto copy = [&](int tile) {
@@ -259,11 +259,12 @@ __global__ void __launch_bounds__(128)
         cp_async_commit();
     };
     const auto store_q = [&] {
-        for (int i = threadIdx.x; i < TILE; i += blockDim.x) q_tile[chunk_at<64>(i / 64, i % 64 / 8) + i % 8] = q[i];
+        for (int i = threadIdx.x; i < int(blockDim.x) * 32; i += blockDim.x)
+            q_tile[chunk_at<64>(i / 64, i % 64 / 8) + i % 8] = q[i];
     };
     if (FAULT != NO_ASYNC_FENCE_AFTER_STORE) store_q();
     const int warp = threadIdx.x / 32;
-    const WgmmaTile q_at = wgmma_tile(q_tile) + (FAULT == BEGINS_INSIDE_A_ROW ? 112 : 0);
+    const WgmmaTile q_at = wgmma_tile(q_tile + threadIdx.x / 128 * TILE) + (FAULT == BEGINS_INSIDE_A_ROW ? 112 : 0);
     float scores[8][4], sums[16][4] = {};
     unsigned a[4][4];
     copy(0);
@@ -309,7 +310,7 @@ __global__ void __launch_bounds__(128)
     store_rows(out, sums);
 #endif
 }
-constexpr size_t ATTENTION_ON_WARPGROUP_BYTES = 7 * 64 * 64 * 2 + 1024;  // TILE_AT_512 needs the 1024
+constexpr size_t ATTENTION_ON_WARPGROUPS_BYTES = 8 * 64 * 64 * 2 + 1024;  // TILE_AT_512 needs the 1024
 
 // ---- one warp each, for the tests of single functions
 

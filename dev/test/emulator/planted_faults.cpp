@@ -213,8 +213,8 @@ static void warpgroup() {  // three tiles, so that each buffer is filled again
     DeviceArray<bf16> q(noises<bf16>(64 * 64)), k(noises<bf16>(keys * 64)), v(noises<bf16>(keys * 128));
     DeviceArray<float> out(64 * 128);
     if (FAULT == NO_SUCH_GPU) emu::machine.capability = 80;
-    launch<attention_on_warpgroup<FAULT>>(1, FAULT == NO_SUCH_WARPGROUP ? 96 : 128, ATTENTION_ON_WARPGROUP_BYTES,
-                                          nullptr, out.device, q.device, k.device, v.device, int(tiles));
+    launch<attention_on_warpgroups<FAULT>>(1, FAULT == NO_SUCH_WARPGROUP ? 96 : 128, ATTENTION_ON_WARPGROUPS_BYTES,
+                                           nullptr, out.device, q.device, k.device, v.device, int(tiles));
     std::vector<double> expected(64 * 128);
     for (size_t i = 0; i < 64; i++)
         for (size_t key = 0; key < keys; key++) {
@@ -223,7 +223,7 @@ static void warpgroup() {  // three tiles, so that each buffer is filled again
             for (size_t x = 0; x < 128; x++)
                 expected[i * 128 + x] += double(float(bf16(score))) * double(float(v.host[key * 128 + x]));
         }
-    expect("attention_on_warpgroup", out, expected, 0.05);
+    expect("attention_on_warpgroups", out, expected, 0.05);
 }
 // One block of a kernel that writes n floats, of which each is to be `expected(i)`.
 template <auto kernel, class Expected, class... Args>
@@ -306,7 +306,7 @@ static const char* const OUTSIDE_ARRAY = "outside of any array";
 static const char* const WRONG = "wrong result";
 static const char* const BARRIER = "not all threads of the block reach the same barrier";
 static const char* const LEFT_OUT = "which leaves it out|which takes no part";
-static const char* const ON_WARPGROUP = "attention_on_warpgroup";
+static const char* const ON_WARPGROUP = "attention_on_warpgroups";
 static const char* const GONE = "a lane returns while others of its warp wait for it|names lanes that have returned";
 
 static const Planted faults[] = {
