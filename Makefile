@@ -7,7 +7,7 @@
 #   MPICXX=mpicxx.openmpi                   another MPI than the system's first, by its compiler wrapper
 #   NVCC=/opt/cuda-12/bin/nvcc              another CUDA toolkit than the one on PATH
 #   MARCH=native                            the processor to build for; MARCH= for a portable binary
-#   GPU_COMPUTE_CAPABILITY=90               GPU architecture; default: the GPU found here, else sm_80, sm_90 and PTX
+#   GPU_COMPUTE_CAPABILITY=90               GPU architecture; default: the GPU found here, else sm_80, sm_90a, PTX
 #   PRECISION=BF16|FP32                     of the CUDA engine; FP32 for diagnosis, and by itself for GPUs before sm_80
 #   GPU=hip GPU_ARCH=gfx1030                AMD's GPUs by hipcc, fp32 with plain kernels: compiled, never run
 #   GPU=opencl                              GPUs with a driver of OpenCL, fp32: ran on a CPU by PoCL, never on a GPU

@@ -1237,19 +1237,58 @@ __device__ inline void online_softmax(float (&p)[M][N][4], float (&sums)[M][D / 
                 }
         }
 }
+// The walk of a warpgroup, with three buffers. A turn starts the sums over a tile's values and the scores of the next
+// tile, then copies the one after; while the tensor cores work at them, another block's warps compute exponentials.
+template <Branch branch, int D>
+__device__ inline void attend_by_warpgroups(const QueryBlock<branch, D, false, WARPGROUPS>& block, int tile,
+                                            const unsigned (&q_rows)[1][D / 16][4], float (&sums)[1][D / 8][4],
+                                            float (&shift)[1][2], float (&total)[1][2], const AttentionShape& s) {
+    if (tile >= block.end_tile) return;
+    constexpr int TILE_BYTES = KEY_TILE * D * sizeof(bf16);
+    const WgmmaTile k_tiles = wgmma_tile(block.keys.k_tiles), v_tiles = wgmma_tile(block.keys.v_tiles);
+    float p[1][KEY_TILE / 8][4];
+    unsigned rounded[KEY_TILE / 16][4];
+    int next = next_tile<branch>(block.used, tile + 1, block.end_tile);
+    cp_async_wait<0>();
+    async_fence();
+    __syncthreads();  // the first tile has arrived
+    if (next < block.end_tile) block.keys.copy(1, next, s);
+    wgmma_fence();
+    start_product<D>(p[0], q_rows[0], k_tiles);
+    wgmma_commit();
+    TileView view = look_at_tile<branch, 1>(tile, block.first_end, block.ends, block.selection, s);
+    wgmma_wait<0>(p[0]);
+    for (int buffer = 0; tile < block.end_tile;) {
+        const int after = next_tile<branch>(block.used, next + 1, block.end_tile);
+        const int next_buffer = buffer == 2 ? 0 : buffer + 1, buffer_after = next_buffer == 2 ? 0 : next_buffer + 1;
+        if (view.masked) hide_keys<branch>(p, view, 0, block.ends, s);
+        online_softmax<branch, D>(p, sums, shift, total, view, s.scale);
+        round_rows(rounded, p[0]);
+        wgmma_fence();
+        start_sum(sums[0], rounded, v_tiles + buffer * TILE_BYTES);
+        wgmma_commit();
+        cp_async_wait<0>();
+        async_fence();
+        __syncthreads();  // the next tile has arrived, and all warps are done with the one before this
+        if (next < block.end_tile) {
+            wgmma_fence();
+            start_product<D>(p[0], q_rows[0], k_tiles + next_buffer * TILE_BYTES);
+            wgmma_commit();
+        }
+        if (after < block.end_tile) block.keys.copy(buffer_after, after, s);
+        view = look_at_tile<branch, 1>(min(next, block.end_tile - 1), block.first_end, block.ends, block.selection, s);
+        wgmma_wait<0>(sums[0]);
+        wgmma_wait<0>(p[0]);
+        buffer = next_buffer, tile = next, next = after;
+    }
+}
 // out [B, H, queries, D] = softmax(q k^T / sqrt(D)) v over the branch's keys, lse [B, H, queries]; a query without a
 // key gets 0 and +infinity.
-//
-// The budgets of this and the following kernels: cycles of an sm_90 multiprocessor for 16 rows and 64 keys (one head),
-// D = 64 / 128, by the inner loop's machine code and the rates in dev/bench/predict.h. The largest bounds the loop.
-//     mma 102 / 205, ldmatrix 64 / 192, exponentials 68 / 72, instructions 124 / 179, L2 87 / 174
-template <Branch branch, int D>
-__global__ void __launch_bounds__(MOST_TILE_THREADS<D, false>, 256 / MOST_TILE_THREADS<D, false>)
-    attention_forward_kernel(bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v,
-                             const uint32_t* selection, const SelectedChoice* choice, AttentionShape s) {
-    constexpr int M = row_pieces<D, false>(), KEYS = forward_keys<D>();  // keys at a time
-    if (branch == SLC && choice && choice->gather) return;
-    QueryBlock<branch, D, false> block(q, nullptr, k, v, selection, s);
+template <Branch branch, int D, Multiplier by>
+__device__ inline void attend(bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v,
+                              const uint32_t* selection, const AttentionShape& s) {
+    constexpr int M = row_pieces<D, false, by>(), KEYS = forward_keys<D>();  // keys at a time
+    QueryBlock<branch, D, false, by> block(q, nullptr, k, v, selection, s);
     const int first_tile = block.start(s);
     unsigned q_rows[M][D / 16][4];
     if (q_in_registers<D>()) load_rows<D>(q_rows, block.q_tile, block.first_row);
@@ -1263,17 +1302,19 @@ __global__ void __launch_bounds__(MOST_TILE_THREADS<D, false>, 256 / MOST_TILE_T
             total[m][i] = 0;
         }
 
-    block.walk(first_tile, s, [&](const TileView& view, const bf16* k_tile, const bf16* v_tile) {
+    if constexpr (by == WARPGROUPS) attend_by_warpgroups(block, first_tile, q_rows, sums, shift, total, s);
+    else
+        block.walk(first_tile, s, [&](const TileView& view, const bf16* k_tile, const bf16* v_tile) {
 #pragma unroll 1
-        for (int first = 0; first < KEY_TILE; first += KEYS) {
-            float p[M][KEYS / 8][4] = {};
-            if constexpr (q_in_registers<D>()) multiply_rows<D, M, KEYS / 16>(p, q_rows, k_tile, first);
-            else multiply_rows<D, M, KEYS / 16>(p, block.q_tile, block.first_row, k_tile, first);
-            if (view.masked) hide_keys<branch>(p, view, first, block.ends, s);
-            online_softmax<branch, D>(p, sums, shift, total, view, s.scale);
-            multiply_add<D, M, KEYS / 16>(sums, p, v_tile, first);
-        }
-    });
+            for (int first = 0; first < KEY_TILE; first += KEYS) {
+                float p[M][KEYS / 8][4] = {};
+                if constexpr (q_in_registers<D>()) multiply_rows<D, M, KEYS / 16>(p, q_rows, k_tile, first);
+                else multiply_rows<D, M, KEYS / 16>(p, block.q_tile, block.first_row, k_tile, first);
+                if (view.masked) hide_keys<branch>(p, view, first, block.ends, s);
+                online_softmax<branch, D>(p, sums, shift, total, view, s.scale);
+                multiply_add<D, M, KEYS / 16>(sums, p, v_tile, first);
+            }
+        });
 
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -1291,26 +1332,88 @@ __global__ void __launch_bounds__(MOST_TILE_THREADS<D, false>, 256 / MOST_TILE_T
             if (lane % 4 == 0) lse[row] = sum > 0 ? shift[m][i] / LOG2_E + logf(sum) : INFINITY;
         }
 }
+// The budgets of this and the following kernels: cycles of an sm_90 multiprocessor for 16 rows and 64 keys (one head),
+// D = 64 / 128, by the inner loop's machine code and the rates in dev/bench/predict.h. The largest bounds the loop.
+//     mma 102 / 205, ldmatrix 64 / 192, exponentials 68 / 72, instructions 124 / 179, L2 87 / 174
+template <Branch branch, int D>
+__global__ void __launch_bounds__(MOST_TILE_THREADS<D, false>, TILE_BLOCKS<D, false>)
+    attention_forward_kernel(bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v,
+                             const uint32_t* selection, const SelectedChoice* choice, AttentionShape s) {
+    if (branch == SLC && choice && choice->gather) return;
+    attend<branch, D, WARPS>(out, lse, q, k, v, selection, s);
+}
+template <Branch branch, int D>
+__global__ void __launch_bounds__(MOST_TILE_THREADS<D, false, WARPGROUPS>, TILE_BLOCKS<D, false, WARPGROUPS>)
+    warpgroup_forward_kernel(bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v,
+                             const uint32_t* selection, const SelectedChoice* choice, AttentionShape s) {
+    if constexpr (COMPILED_FOR_WGMMA) {
+        if (branch == SLC && choice && choice->gather) return;
+        attend<branch, D, WARPGROUPS>(out, lse, q, k, v, selection, s);
+    }
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Backward, with P' = e^(q k^T / sqrt(D) - lse_gated) and dS = P' o (dout v^T - row_dot). The products q k^T and dout
 // v^T are computed twice: in the dQ kernel, where a thread block keeps its queries, and in the dK/dV kernel, where it
 // keeps its keys. So each gradient has one owner.
 
+// sums += dS k by warpgroups, which read q and dout from shared memory.
+template <Branch branch, int D>
+__device__ inline void add_keys_by_warpgroups(const QueryBlock<branch, D, true, WARPGROUPS>& block, int tile,
+                                              float (&sums)[1][D / 8][4], const float (&minus_shift)[1][2],
+                                              const float (&dot)[1][2], const AttentionShape& s) {
+    // By a shuffle the compiler knows that it is the same for all lanes.
+    const int group = __shfl_sync(~0u, int(threadIdx.x) / WARPGROUP_THREADS, 0) * WARPGROUP_ROWS * D;
+    const WgmmaTile q_tile = wgmma_tile(block.q_tile + group), dout_tile = wgmma_tile(block.dout_tile + group);
+    for (int buffer = 0; tile < block.end_tile; buffer ^= 1) {
+        const int next = next_tile<branch>(block.used, tile + 1, block.end_tile);
+        const WgmmaTile k_tile = wgmma_tile(block.keys.k_tiles + buffer * KEY_TILE * D);
+        const WgmmaTile v_tile = wgmma_tile(block.keys.v_tiles + buffer * KEY_TILE * D);
+        float p[1][KEY_TILE / 8][4], ds[1][KEY_TILE / 8][4];
+        unsigned rounded[KEY_TILE / 16][4];
+        const TileView view = look_at_tile<branch, 1>(tile, block.first_end, block.ends, block.selection, s);
+        cp_async_wait<0>();
+        async_fence();
+        __syncthreads();  // this tile has arrived, and all warps are done with the last one
+        wgmma_fence();
+        start_product<D>(p[0], q_tile, k_tile);
+        wgmma_commit();
+        start_product<D>(ds[0], dout_tile, v_tile);
+        wgmma_commit();
+        if (next < block.end_tile) block.keys.copy(buffer ^ 1, next, s);
+        wgmma_wait<1>(p[0]);
+        if (view.masked) hide_keys<branch>(p, view, 0, block.ends, s);
+#pragma unroll
+        for (int n = 0; n < KEY_TILE / 8; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const float minus_lse = view.hidden<branch>(0, e / 2) ? -INFINITY : minus_shift[0][e / 2];
+                p[0][n][e] = exp2_approx(fmaf(p[0][n][e], s.scale * LOG2_E, minus_lse));
+            }
+        wgmma_wait<0>(ds[0]);
+#pragma unroll
+        for (int n = 0; n < KEY_TILE / 8; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) ds[0][n][e] = p[0][n][e] * (ds[0][n][e] - dot[0][e / 2]);
+        round_rows(rounded, ds[0]);
+        wgmma_fence();
+        start_sum(sums[0], rounded, k_tile);
+        wgmma_commit();
+        wgmma_wait<0>(sums[0]);
+        tile = next;
+    }
+}
 // dq [B, H, queries, D] = dS k / sqrt(D), or += with `add`.  The forward's structure, with dout in place of the
 // softmax.
-//     mma 154 / 307, ldmatrix 96 / 384, exponentials 64 / 64, instructions 114 / 182, L2 87 / 174
-template <Branch branch, int D>
-__global__ void __launch_bounds__(MOST_TILE_THREADS<D, true>, 256 / MOST_TILE_THREADS<D, true>)
-    attention_dq_kernel(BackwardArrays<bf16, float> d, InputArrays<bf16> in, const SelectedChoice* choice,
-                        AttentionShape s) {
-    constexpr int M = row_pieces<D, true>(), KEYS = 16;  // keys at a time, as many as there are registers for
-    if (branch == SLC && choice && choice->gather) return;
-    QueryBlock<branch, D, true> block(in.q, d.dout, in.k, in.v, in.selection, s);
+template <Branch branch, int D, Multiplier by>
+__device__ inline void compute_dq(const BackwardArrays<bf16, float>& d, const InputArrays<bf16>& in,
+                                  const AttentionShape& s) {
+    constexpr int M = row_pieces<D, true, by>(), KEYS = 16;  // keys at a time, as many as there are registers for
+    QueryBlock<branch, D, true, by> block(in.q, d.dout, in.k, in.v, in.selection, s);
     const int first_tile = block.start(s);
     unsigned q_rows[M][D / 16][4], dout_rows[M][D / 16][4];
-    load_rows<D>(q_rows, block.q_tile, block.first_row);
-    if (COMPILED_GENERATION.dout_in_registers) load_rows<D>(dout_rows, block.dout_tile, block.first_row);
+    if (by == WARPS) load_rows<D>(q_rows, block.q_tile, block.first_row);
+    if (by == WARPS && COMPILED_GENERATION.dout_in_registers) load_rows<D>(dout_rows, block.dout_tile, block.first_row);
     float sums[M][D / 8][4], minus_shift[M][2], dot[M][2];
     clear(sums);
 #pragma unroll
@@ -1322,30 +1425,32 @@ __global__ void __launch_bounds__(MOST_TILE_THREADS<D, true>, 256 / MOST_TILE_TH
             dot[m][i] = row < 0 ? 0 : d.row_dot[row];
         }
 
-    block.walk(first_tile, s, [&](const TileView& view, const bf16* k_tile, const bf16* v_tile) {
+    if constexpr (by == WARPGROUPS) add_keys_by_warpgroups(block, first_tile, sums, minus_shift, dot, s);
+    else
+        block.walk(first_tile, s, [&](const TileView& view, const bf16* k_tile, const bf16* v_tile) {
 #pragma unroll 1
-        for (int first = 0; first < KEY_TILE; first += KEYS) {
-            float p[M][KEYS / 8][4] = {}, ds[M][KEYS / 8][4] = {};
-            multiply_rows<D, M, KEYS / 16>(p, q_rows, k_tile, first);
-            if constexpr (COMPILED_GENERATION.dout_in_registers)
-                multiply_rows<D, M, KEYS / 16>(ds, dout_rows, v_tile, first);
-            else multiply_rows<D, M, KEYS / 16>(ds, block.dout_tile, block.first_row, v_tile, first);
-            if (view.masked) hide_keys<branch>(p, view, first, block.ends, s);
+            for (int first = 0; first < KEY_TILE; first += KEYS) {
+                float p[M][KEYS / 8][4] = {}, ds[M][KEYS / 8][4] = {};
+                multiply_rows<D, M, KEYS / 16>(p, q_rows, k_tile, first);
+                if constexpr (COMPILED_GENERATION.dout_in_registers)
+                    multiply_rows<D, M, KEYS / 16>(ds, dout_rows, v_tile, first);
+                else multiply_rows<D, M, KEYS / 16>(ds, block.dout_tile, block.first_row, v_tile, first);
+                if (view.masked) hide_keys<branch>(p, view, first, block.ends, s);
 #pragma unroll
-            for (int m = 0; m < M; m++)
+                for (int m = 0; m < M; m++)
 #pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    const float minus_lse = view.hidden<branch>(m, i) ? -INFINITY : minus_shift[m][i];
+                    for (int i = 0; i < 2; i++) {
+                        const float minus_lse = view.hidden<branch>(m, i) ? -INFINITY : minus_shift[m][i];
 #pragma unroll
-                    for (int n = 0; n < KEYS / 8; n++)
+                        for (int n = 0; n < KEYS / 8; n++)
 #pragma unroll
-                        for (int e = 2 * i; e < 2 * i + 2; e++)
-                            ds[m][n][e] =
-                                exp2_approx(fmaf(p[m][n][e], s.scale * LOG2_E, minus_lse)) * (ds[m][n][e] - dot[m][i]);
-                }
-            multiply_add<D, M, KEYS / 16>(sums, ds, k_tile, first);
-        }
-    });
+                            for (int e = 2 * i; e < 2 * i + 2; e++)
+                                ds[m][n][e] = exp2_approx(fmaf(p[m][n][e], s.scale * LOG2_E, minus_lse)) *
+                                              (ds[m][n][e] - dot[m][i]);
+                    }
+                multiply_add<D, M, KEYS / 16>(sums, ds, k_tile, first);
+            }
+        });
 
 #pragma unroll
     for (int m = 0; m < M; m++)
@@ -1360,6 +1465,23 @@ __global__ void __launch_bounds__(MOST_TILE_THREADS<D, true>, 256 / MOST_TILE_TH
                 *to = make_float2(before.x + sums[m][x][2 * i] * s.scale, before.y + sums[m][x][2 * i + 1] * s.scale);
             }
         }
+}
+//     mma 154 / 307, ldmatrix 96 / 384, exponentials 64 / 64, instructions 114 / 182, L2 87 / 174
+template <Branch branch, int D>
+__global__ void __launch_bounds__(MOST_TILE_THREADS<D, true>, TILE_BLOCKS<D, true>)
+    attention_dq_kernel(BackwardArrays<bf16, float> d, InputArrays<bf16> in, const SelectedChoice* choice,
+                        AttentionShape s) {
+    if (branch == SLC && choice && choice->gather) return;
+    compute_dq<branch, D, WARPS>(d, in, s);
+}
+template <Branch branch, int D>
+__global__ void __launch_bounds__(MOST_TILE_THREADS<D, true, WARPGROUPS>, TILE_BLOCKS<D, true, WARPGROUPS>)
+    warpgroup_dq_kernel(BackwardArrays<bf16, float> d, InputArrays<bf16> in, const SelectedChoice* choice,
+                        AttentionShape s) {
+    if constexpr (COMPILED_FOR_WGMMA) {
+        if (branch == SLC && choice && choice->gather) return;
+        compute_dq<branch, D, WARPGROUPS>(d, in, s);
+    }
 }
 
 // In the compressed branch the queries are cut into parts: the keys are few, so their tiles alone would not fill a GPU,
@@ -1388,16 +1510,14 @@ __device__ inline float* sums_of_part(float* partial, int bg, int item, const At
 }
 
 // dk [keys] = dS^T q / sqrt(D), dv [keys] = P'^T dout.  One block per dkdv_keys(), which stay in registers, 32 in each
-// warp (D = 128: 16). partial [B*G, tiles of keys, parts, 2, KEY_TILE, D], where there is more than one part. Single
-// arguments in place of two structs: those cost registers that sm_100 and sm_120 do not have. Of 16 keys and 64 rows,
-//     mma 205 / 410, ldmatrix 192 / 640, exponentials 64 / 64, instructions 129 / 223, L2 174 (selected 87) / 347
-template <Branch branch, int D>
-__global__ void __launch_bounds__(dkdv_threads<D, dkdv_keys<branch, D>()>(),
-                                  256 / dkdv_threads<D, dkdv_keys<branch, D>()>())
-    attention_dkdv_kernel(bf16* dk, bf16* dv, float* partial, const bf16* dout, const bf16* q, const bf16* k,
-                          const bf16* v, const float* row_dot, const float* lse_gated, const uint32_t* selection,
-                          AttentionShape s) {
-    constexpr int KEYS = dkdv_keys<branch, D>(), THREADS = dkdv_threads<D, KEYS>();
+// warp (D = 128: 16), or for a warpgroup in shared memory. partial [B*G, tiles of keys, parts, 2, KEY_TILE, D], where
+// there is more than one part. Single arguments in place of two structs: those cost registers that sm_100 and sm_120 do
+// not have.
+template <Branch branch, int D, Multiplier by>
+__device__ inline void compute_dkdv(bf16* dk, bf16* dv, float* partial, const bf16* dout, const bf16* q, const bf16* k,
+                                    const bf16* v, const float* row_dot, const float* lse_gated,
+                                    const uint32_t* selection, const AttentionShape& s) {
+    constexpr int KEYS = dkdv_keys<branch, D, by>(), THREADS = dkdv_threads<D, KEYS, by>();
     // Early keys are seen by more queries and start first.
     const int parts = branch == CMP ? s.parts : 1, part = branch == CMP ? int(blockIdx.x) / s.batch_groups % parts : 0;
     const int tile = int(blockIdx.x) / s.batch_groups / parts * (KEYS / KEY_TILE);
@@ -1405,7 +1525,7 @@ __global__ void __launch_bounds__(dkdv_threads<D, dkdv_keys<branch, D>()>(),
     const int first_key = tile * KEY_TILE;
     if (branch == CMP && part < first_part(tile, s)) return;
     DynamicShared shared;
-    TokenBuffers<branch, D, KEYS> buffers(shared);
+    TokenBuffers<branch, D, KEYS, by> buffers(shared);
     buffers.copy_keys(k, v, bg, first_key, s);
     uint32_t* used = nullptr;
     if (branch == SLC) {
@@ -1413,8 +1533,9 @@ __global__ void __launch_bounds__(dkdv_threads<D, dkdv_keys<branch, D>()>(),
         find_used_token_tiles<KEYS>(used, selection + size_t(bg) * s.queries * s.words, tile, s);
     }
     cp_async_wait<0>();
+    if (by == WARPGROUPS) async_fence();
     __syncthreads();
-    WarpKeys<branch, D, KEYS> keys;
+    WarpKeys<branch, D, KEYS, by> keys;
     keys.load(buffers.k_tile, buffers.v_tile, first_key);
 
     // there are fewer than 2^31 rows
@@ -1429,35 +1550,51 @@ __global__ void __launch_bounds__(dkdv_threads<D, dkdv_keys<branch, D>()>(),
         cp_async_commit();
         const int j = j0 + buffers.rows.own_row();
         buffers.rows.load(j < s.queries, q_row + j, lse_gated, row_dot);
-        if (branch == SLC && j < s.queries) {
+        if (branch == SLC && j < s.queries && head == 0) {
             const int same_tile = int(block_index_again()) / s.batch_groups * (KEYS / KEY_TILE);
-            buffers.rows.chosen = chosen_of_keys<KEYS>(selection + size_t(first_token + j0) * s.words,
-                                                       buffers.rows.own_row(), same_tile, s);
+            buffers.rows.choose(selection + size_t(first_token + j) * s.words, same_tile, s);
         }
     };
     const TokenRange tokens = tokens_of_tile<branch>(first_key, part, s);
     const int end_tile = (tokens.end + KEY_TILE - 1) / KEY_TILE;
-    for_token_tiles(
+    for_token_tiles<by>(
         next_tile<branch>(used, tokens.first / KEY_TILE, end_tile), end_tile, s.heads,
         [&](int token_tile) { return next_tile<branch>(used, token_tile + 1, end_tile); }, fetch,
         [&](int buffer) { buffers.rows.store(buffer, s); },
-        [&](int buffer, int token_tile) {
-            // The warp's first and last key say what it sees of the tile.
-            const int low_key = first_key + keys.warp_key();
-            const int high_key = low_key + 16 * key_pieces<D>() - 1;
+        [&](int buffer, int token_tile, auto prefetch) {
+            // The first and last key of the warp, or warpgroup, say what it sees of the tile.
+            const int low_key = keys.low_key(), high_key = low_key + keys.TOGETHER - 1;
             const int t0 = s.first + token_tile * KEY_TILE;
             if (first_query<branch>(low_key, s) >= t0 + KEY_TILE || (branch == WIN && t0 >= high_key + s.window))
-                return;
+                return prefetch();
             const bool masked =
                 !query_sees<branch>(t0, high_key, s) || !query_sees<branch>(t0 + KEY_TILE - 1, low_key, s);
             keys.add_tokens(
-                buffers, buffer, masked, [&](int row) { return t0 + row; }, s);
+                buffers, buffer, masked, [&](int row) { return t0 + row; }, prefetch, s);
         });
     const int index = int(block_index_again());
     const int same_bg = index % s.batch_groups;
     const int item = index / s.batch_groups;
     const bool in_parts = branch == CMP && s.parts > 1;
     keys.store(dk, dv, in_parts ? sums_of_part<D>(partial, same_bg, item, s) : nullptr, same_bg, s);
+}
+// Of 16 keys and 64 rows,
+//     mma 205 / 410, ldmatrix 192 / 640, exponentials 64 / 64, instructions 129 / 223, L2 174 (selected 87) / 347
+template <Branch branch, int D>
+__global__ void __launch_bounds__(dkdv_threads<D, dkdv_keys<branch, D>()>(),
+                                  256 / dkdv_threads<D, dkdv_keys<branch, D>()>())
+    attention_dkdv_kernel(bf16* dk, bf16* dv, float* partial, const bf16* dout, const bf16* q, const bf16* k,
+                          const bf16* v, const float* row_dot, const float* lse_gated, const uint32_t* selection,
+                          AttentionShape s) {
+    compute_dkdv<branch, D, WARPS>(dk, dv, partial, dout, q, k, v, row_dot, lse_gated, selection, s);
+}
+template <Branch branch, int D>
+__global__ void __launch_bounds__(WARPGROUP_THREADS, 3)
+    warpgroup_dkdv_kernel(bf16* dk, bf16* dv, float* partial, const bf16* dout, const bf16* q, const bf16* k,
+                          const bf16* v, const float* row_dot, const float* lse_gated, const uint32_t* selection,
+                          AttentionShape s) {
+    if constexpr (COMPILED_FOR_WGMMA)
+        compute_dkdv<branch, D, WARPGROUPS>(dk, dv, partial, dout, q, k, v, row_dot, lse_gated, selection, s);
 }
 // dk, dv [B, G, key_stride, D] = the sums of the parts; one block per tile of keys and (sequence, group)
 template <int D>
@@ -1664,7 +1801,7 @@ inline float* cmp_partial_sums(WorkspacePieces& pieces, const NsaShape& s) {
     return pieces.take<float>(a.parts == 1 ? 0 : tiles * size_t(a.parts) * 2 * KEY_TILE * D);
 }
 // Bytes of scratch memory that forward or backward of a branch needs.
-inline size_t attention_workspace_bytes(Branch branch, const NsaShape& s, SelectedKernel asked, bool backward) {
+inline size_t attention_workspace_bytes(Branch branch, const NsaShape& s, AttentionPath asked, bool backward) {
     WorkspacePieces pieces{nullptr};
     with_head_dimension(s.D, [&](auto dimension) {
         constexpr int D = decltype(dimension)::value;
@@ -1678,24 +1815,31 @@ inline size_t attention_workspace_bytes(Branch branch, const NsaShape& s, Select
 }
 template <Branch branch, int D>
 inline void launch_attention_forward(bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v,
-                                     const uint32_t* selection, const NsaShape& s, SelectedKernel asked,
+                                     const uint32_t* selection, const NsaShape& s, AttentionPath asked,
                                      AttentionWorkspace workspace, cudaStream_t stream) {
     const AttentionShape a = attention_shape(branch, s, 0, query_rows_of_device(D, false));
     const SelectedChoice* choice = nullptr;
     if constexpr (branch == SLC) {
         const SelectedKernel kernel = resolve_selected<D>(asked, s, false);
         WorkspacePieces pieces{static_cast<char*>(workspace.data)};
-        choice = choose_selected<D>(kernel, pieces, workspace.choice, selection, s, stream);
+        choice = choose_selected<D>(kernel, asked.warpgroups, pieces, workspace.choice, selection, s, stream);
         if (kernel != SelectedKernel::TILES) launch_gather_forward<D>(out, lse, q, k, v, selection, s, choice, stream);
         if (kernel == SelectedKernel::GATHER) return;
     }
-    launch<attention_forward_kernel<branch, D>>(
-        unsigned(a.tiles * a.batch_groups), QueryBlock<branch, D, false>::threads(a),
-        QueryBlock<branch, D, false>::bytes(a), stream, out, lse, q, k, v, selection, choice, a);
+    const unsigned blocks = unsigned(a.tiles * a.batch_groups);
+    if constexpr (has_warpgroups(D))
+        if (asked.warpgroups) {
+            using Block = QueryBlock<branch, D, false, WARPGROUPS>;
+            return launch<warpgroup_forward_kernel<branch, D>>(blocks, Block::threads(a), Block::bytes(a), stream, out,
+                                                               lse, q, k, v, selection, choice, a);
+        }
+    using Block = QueryBlock<branch, D, false>;
+    launch<attention_forward_kernel<branch, D>>(blocks, Block::threads(a), Block::bytes(a), stream, out, lse, q, k, v,
+                                                selection, choice, a);
 }
 template <Branch branch, int D>
 inline void launch_attention_backward(const BackwardArrays<bf16, float>& d, const InputArrays<bf16>& in,
-                                      const NsaShape& s, SelectedKernel asked, AttentionWorkspace workspace,
+                                      const NsaShape& s, AttentionPath asked, AttentionWorkspace workspace,
                                       cudaStream_t stream) {
     const AttentionShape a = attention_shape(branch, s, 0);
     const SelectedChoice* choice = nullptr;
@@ -1709,23 +1853,39 @@ inline void launch_attention_backward(const BackwardArrays<bf16, float>& d, cons
     if constexpr (branch == CMP) partial = cmp_partial_sums<D>(pieces, s);
     if constexpr (branch == SLC) {
         const SelectedKernel kernel = resolve_selected<D>(asked, s);
-        choice = choose_selected<D>(kernel, pieces, workspace.choice, in.selection, s, stream);
-        if (kernel != SelectedKernel::TILES) launch_gather_backward<D>(d, in, s, choice, pieces, stream);
+        choice = choose_selected<D>(kernel, asked.warpgroups, pieces, workspace.choice, in.selection, s, stream);
+        if (kernel != SelectedKernel::TILES)
+            launch_gather_backward<D>(d, in, s, asked.warpgroups, choice, pieces, stream);
         if (kernel == SelectedKernel::GATHER) return;
         dkdv_is_done = kernel == SelectedKernel::AUTO;
     }
-    launch<attention_dq_kernel<branch, D>>(unsigned(a.tiles * a.batch_groups), QueryBlock<branch, D, true>::threads(a),
-                                           QueryBlock<branch, D, true>::bytes(a), stream, d, in, choice, a);
-    if (dkdv_is_done) return;
-    constexpr int KEYS = dkdv_keys<branch, D>();
-    const unsigned blocks = unsigned((a.keys + KEYS - 1) / KEYS * a.batch_groups);
-    const size_t bytes = TokenBuffers<branch, D, KEYS>::bytes() +
-                         shared_bytes({branch == SLC ? tile_words(a.queries) * sizeof(uint32_t) : 0});
-    launch<attention_dkdv_kernel<branch, D>>(blocks * unsigned(a.parts), unsigned(dkdv_threads<D, KEYS>()), bytes,
-                                             stream, d.dk, d.dv, partial, d.dout, in.q, in.k, in.v, d.row_dot,
-                                             d.lse_gated, in.selection, a);
+    const unsigned query_tiles = unsigned(a.tiles * a.batch_groups);
+    const size_t used_bytes = shared_bytes({branch == SLC ? tile_words(a.queries) * sizeof(uint32_t) : 0});
+    auto run = [&](auto multiplier) {
+        constexpr Multiplier by = decltype(multiplier)::value;
+        constexpr int KEYS = dkdv_keys<branch, D, by>(), THREADS = dkdv_threads<D, KEYS, by>();
+        using Block = QueryBlock<branch, D, true, by>;
+        if constexpr (by == WARPGROUPS)
+            launch<warpgroup_dq_kernel<branch, D>>(query_tiles, Block::threads(a), Block::bytes(a), stream, d, in,
+                                                   choice, a);
+        else
+            launch<attention_dq_kernel<branch, D>>(query_tiles, Block::threads(a), Block::bytes(a), stream, d, in,
+                                                   choice, a);
+        if (dkdv_is_done) return;
+        const unsigned blocks = unsigned((a.keys + KEYS - 1) / KEYS * a.batch_groups * a.parts);
+        const size_t bytes = TokenBuffers<branch, D, KEYS, by>::bytes() + used_bytes;
+        if constexpr (by == WARPGROUPS)
+            launch<warpgroup_dkdv_kernel<branch, D>>(blocks, THREADS, bytes, stream, d.dk, d.dv, partial, d.dout, in.q,
+                                                     in.k, in.v, d.row_dot, d.lse_gated, in.selection, a);
+        else
+            launch<attention_dkdv_kernel<branch, D>>(blocks, THREADS, bytes, stream, d.dk, d.dv, partial, d.dout, in.q,
+                                                     in.k, in.v, d.row_dot, d.lse_gated, in.selection, a);
+    };
+    with_multiplier<D>(asked.warpgroups, run);
     if constexpr (branch == CMP)
-        if (a.parts > 1) launch<add_parts_kernel<D>>(blocks, 256, 0, stream, d.dk, d.dv, (const float*)partial, a);
+        if (a.parts > 1)
+            launch<add_parts_kernel<D>>(unsigned(key_tiles(a) * a.batch_groups), 256, 0, stream, d.dk, d.dv,
+                                        (const float*)partial, a);
 }
 
 // Shared memory of a block of select_blocks_kernel, which holds the importances of all selection blocks for some
@@ -1741,7 +1901,7 @@ inline size_t select_shared_bytes(const AttentionShape& a) {
     return bytes;
 }
 // Refuses shapes that the kernels do not have, before anything is allocated for them.
-inline void check_shape(const NsaShape& s, SelectedKernel asked = SelectedKernel::AUTO) {
+inline void check_shape(const NsaShape& s, AttentionPath asked = SelectedKernel::AUTO) {
     with_head_dimension(s.D, [&](auto dimension) {
         constexpr int D = decltype(dimension)::value;
         for (const Branch branch : {WIN, CMP, SLC})
@@ -1765,25 +1925,25 @@ inline void with_branch_and_dimension(Branch branch, int D, F f) {
 // out [B, H, queries, D] = softmax(q k^T / sqrt(D)) v over the branch's keys, lse [B, H, queries] the natural logarithm
 // of the softmax's denominator; a query without a key: 0, +infinity. q [B, H, queries, D], keys and values [B, G, T, D]
 // (compressed: [B, G, NC, D]), selection [B, G, queries, words]. Selection blocks: 16, 32 or a multiple of 64 tokens.
-// Query heads per group: up to 128, without padding but in the last tile. In the selected branch `kernel` says which
-// kernels; where that is AUTO, the workspace needs a place for the choice.
+// Query heads per group: up to 128, without padding but in the last tile. `path` says which kernels; where the selected
+// branch's is AUTO, the workspace needs a place for the choice.
 inline void attention_forward(Branch branch, bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v,
-                              const uint32_t* selection, const NsaShape& s, SelectedKernel kernel,
+                              const uint32_t* selection, const NsaShape& s, AttentionPath path,
                               AttentionWorkspace workspace, cudaStream_t stream) {
     check_attention_shape(branch, s);
     if (s.query_rows() == 0) return;
     with_branch_and_dimension(branch, s.D, [&](auto b, auto D) {
-        launch_attention_forward<b(), D()>(out, lse, q, k, v, selection, s, kernel, workspace, stream);
+        launch_attention_forward<b(), D()>(out, lse, q, k, v, selection, s, path, workspace, stream);
     });
 }
 // Shapes and formulas as in Cpu. A query has chosen at most max(slc_count, 3) blocks.
 inline void attention_backward(Branch branch, const BackwardArrays<bf16, float>& d, const InputArrays<bf16>& in,
-                               const NsaShape& s, SelectedKernel kernel, AttentionWorkspace workspace,
+                               const NsaShape& s, AttentionPath path, AttentionWorkspace workspace,
                                cudaStream_t stream) {
     check_attention_shape(branch, s);
     if (s.query_rows() == 0) return;
     with_branch_and_dimension(
-        branch, s.D, [&](auto b, auto D) { launch_attention_backward<b(), D()>(d, in, s, kernel, workspace, stream); });
+        branch, s.D, [&](auto b, auto D) { launch_attention_backward<b(), D()>(d, in, s, path, workspace, stream); });
 }
 // selection [B, G, queries, words] = the blocks that each query and group attends to, by q [B, H, queries, D], kc [B,
 // G, NC, D] and the compressed branch's lse [B, H, queries]; chosen_importance [B, G, queries], where given: their
@@ -1812,8 +1972,8 @@ struct Cuda : CudaOptimiser {
     static constexpr unsigned steps_ahead = 1;
     static constexpr int WIDE = kernels::WIDE;
 
-    // Which rows of ATTENTION_KERNELS compute attention; choose_attention() sets both.
-    bool plain_attention;
+    // Which rows of ATTENTION_KERNELS compute attention; choose_attention() sets all three.
+    bool plain_attention, warpgroups;
     SelectedKernel selected_kernel;
 
     static EngineInfo info() { return cuda_info(FP32); }
@@ -1837,14 +1997,17 @@ struct Cuda : CudaOptimiser {
             "GPU %d, %s, compute capability %d.%d, code for %s, %d multiprocessors, %.1f GiB, %s, attention by %s",
             device, properties.name, properties.major, properties.minor, code.c_str(), properties.multiProcessorCount,
             double(properties.totalGlobalMem) / (1 << 30), FP32 ? "fp32" : "bf16",
-            asked_kernel ? asked_kernel->name : automatic_attention_kernels(FP32, capability()).c_str());
+            asked_kernel ? asked_kernel->name : automatic_attention_kernels(FP32, gpu_code()).c_str());
     }
+    GpuCode gpu_code() const { return {capability(), exact}; }
     // --attention-kernel, for all calls from here on: a name that info() lists, or auto.
     void choose_attention(const std::string& name) {
         asked_kernel = attention_kernel_named(name);
         plain_attention = asked_kernel ? asked_kernel == &ATTENTION_KERNELS[PLAIN_KERNEL]
                                        : !has_attention_kernel(ATTENTION_KERNELS[TENSOR_CORES_KERNEL], FP32);
         selected_kernel = asked_kernel ? asked_kernel->selected : SelectedKernel::AUTO;
+        warpgroups = asked_kernel != &ATTENTION_KERNELS[TENSOR_CORES_KERNEL] &&
+                     has_attention_kernel(ATTENTION_KERNELS[WARPGROUPS_KERNEL], FP32, gpu_code());
     }
     std::vector<std::string> describe_products(int N, int C, int OC) {
         return {describe_product<real, real>(false, true, {N, OC, C}),
@@ -2130,7 +2293,7 @@ struct Cuda : CudaOptimiser {
             launch<plain::count_reads_kernel>(1, kernels::SUM_THREADS, 0, stream, device_reads, selection, s);
 #ifndef PRECISION_FP32
         if (!plain_attention)
-            return ::attention_forward(branch, out, lse, q, k, v, selection, s, selected_kernel,
+            return ::attention_forward(branch, out, lse, q, k, v, selection, s, attention_path(),
                                        attention_workspace(branch, s, false), stream);
 #endif
         plain::attention_forward(branch, out, lse, q, k, v, selection, s, stream);
@@ -2140,7 +2303,7 @@ struct Cuda : CudaOptimiser {
         const ProfileRange range(ATTENTION_NAMES[branch]);
 #ifndef PRECISION_FP32
         if (!plain_attention)
-            return ::attention_backward(branch, d, in, s, selected_kernel, attention_workspace(branch, s, true),
+            return ::attention_backward(branch, d, in, s, attention_path(), attention_workspace(branch, s, true),
                                         stream);
 #endif
         plain::attention_backward(branch, d, in, s, stream);
@@ -2190,13 +2353,16 @@ struct Cuda : CudaOptimiser {
     }
     // Refuses shapes that the attention kernels do not have.
     void check_shape(const NsaShape& s) const {
-        if (asked_kernel && !has_attention_kernel(*asked_kernel, FP32, capability(), s.D, s.Dv()))
-            fail_usage("--attention-kernel %s is not for heads of dimension %d%s on a GPU of %d.%d; choose %s",
-                       asked_kernel->name, s.D, s.Dv() == s.D ? "" : format_text(" with values of %d", s.Dv()).c_str(),
-                       properties.major, properties.minor,
-                       joined_words(attention_kernel_names(FP32, capability(), s.D, s.Dv()), " or ").c_str());
+        const GpuCode gpu = gpu_code();
+        if (asked_kernel && !has_attention_kernel(*asked_kernel, FP32, gpu, s.D, s.Dv()))
+            fail_usage(
+                "--attention-kernel %s is not for heads of dimension %d%s on a GPU of %d.%d that runs code for %s; "
+                "choose %s",
+                asked_kernel->name, s.D, s.Dv() == s.D ? "" : format_text(" with values of %d", s.Dv()).c_str(),
+                properties.major, properties.minor, code.c_str(),
+                joined_words(attention_kernel_names(FP32, gpu, s.D, s.Dv()), " or ").c_str());
 #ifndef PRECISION_FP32
-        if (!plain_attention) ::check_shape(s, selected_kernel);
+        if (!plain_attention) ::check_shape(s, attention_path());
 #endif
     }
     // How the selected branch is computed for this shape, in words; AUTO: as the last forward or backward pass chose.
@@ -2206,7 +2372,7 @@ struct Cuda : CudaOptimiser {
         if (plain_attention) return format_text("selected branch by %s", ATTENTION_KERNELS[PLAIN_KERNEL].words);
         SelectedKernel kernel = selected_kernel;
 #ifndef PRECISION_FP32
-        with_head_dimension(s.D, [&](auto D) { kernel = resolve_selected<D()>(selected_kernel, s); });
+        with_head_dimension(s.D, [&](auto D) { kernel = resolve_selected<D()>(attention_path(), s); });
 #endif
         if (kernel == SelectedKernel::AUTO) {
             SelectedChoice choice;
@@ -2216,7 +2382,10 @@ struct Cuda : CudaOptimiser {
         }
         return format_text(
             "selected branch by %s, %s",
-            ATTENTION_KERNELS[kernel == SelectedKernel::TILES ? TENSOR_CORES_KERNEL : GATHERED_ROWS_KERNEL].words,
+            ATTENTION_KERNELS[kernel != SelectedKernel::TILES     ? GATHERED_ROWS_KERNEL
+                              : warpgroups && has_warpgroups(s.D) ? WARPGROUPS_KERNEL
+                                                                  : TENSOR_CORES_KERNEL]
+                .words,
             selected_kernel == kernel
                 ? "as asked"
                 : "since gathering rows cannot pay in sequences so short, or has no room for so many heads");
@@ -2229,9 +2398,10 @@ struct Cuda : CudaOptimiser {
     int rope_positions = 0, rope_dim = 0, rope_base = 0;
     KeyReads *reads = nullptr, *device_reads = nullptr;  // the caller's, and the counts on the GPU
 
+    AttentionPath attention_path() const { return {selected_kernel, warpgroups}; }
 #ifndef PRECISION_FP32
     AttentionWorkspace attention_workspace(Branch branch, const NsaShape& s, bool backward) {
-        const size_t bytes = attention_workspace_bytes(branch, s, selected_kernel, backward);
+        const size_t bytes = attention_workspace_bytes(branch, s, attention_path(), backward);
         return {bytes ? scratch<char>(0, bytes) : nullptr, selected_choice};
     }
 #endif

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # What the kernels cost according to ptxas: registers, shared memory, spills; on every generation of GPUs that
 # lib/cuda/attention_kernels.h has, or on ARCHS. A kernel that spills fails, and so does a row of the table of attention
-# kernels there for which not every head dimension and branch has code.
+# kernels there for which not every head dimension and branch has code. So does whatever else ptxas says of wgmma (C75xx:
+# that it serializes them), but for C7519, a fence that it adds, which is counted.
 #     dev/kernel_report.sh [SOURCE]        default train_nsa.cu, which instantiates every kernel that it launches
 # Ends with "N passed, N failed".
 set -uo pipefail
@@ -21,10 +22,15 @@ trap 'rm -f "$log" "$log".*' EXIT
 #include <cstdio>
 #include "lib/cuda/attention_kernels.h"
 int main() {
-    for (const Generation& g : GENERATIONS) std::printf("ARCH sm_%d\n", g.capability);
+    for (const Generation& g : GENERATIONS) {
+        bool exact = false;  // whether a row is for this generation alone
+        for (const AttentionKernel& row : ATTENTION_KERNELS) exact |= row.exact && row.capability == g.capability;
+        std::printf("ARCH sm_%d%s\n", g.capability, exact ? "a" : "");
+    }
     for (const AttentionKernel& row : ATTENTION_KERNELS) {
         const size_t compiled = std::bitset<32>(row.head_dimensions).count() * std::bitset<32>(row.branches).count();
-        std::printf("ROW %d %s %s %zu\n", row.capability, row.name, row.forward, compiled ? compiled : 1);
+        std::printf("ROW %d%s %s %s %zu\n", row.capability, row.exact ? "a" : "", row.name, row.forward,
+                    compiled ? compiled : 1);
     }
 }
 EOF
@@ -33,13 +39,19 @@ failed=0 passed=0
 for arch in $archs; do
     # An older nvcc does not know the latest; none lists sm_90a beside sm_90.
     "${NVCC:-nvcc}" --list-gpu-code | grep -x "${arch%a}" >/dev/null || continue
-    if ! "${NVCC:-nvcc}" -x cu -std=c++17 -O3 -arch="$arch" -diag-suppress 1675 -Werror all-warnings -Xptxas -v \
-        -Xcompiler -w -DUSE_CUDA -DNSA_WITHOUT_MAIN -cubin -o /dev/null "$source" >"$log" 2>&1; then
+    if ! "${NVCC:-nvcc}" -x cu -std=c++17 -O3 -gencode="arch=compute_${arch#sm_},code=$arch" -diag-suppress 1675 \
+        -Werror all-warnings -Xptxas -v -Xcompiler -w -DUSE_CUDA -DNSA_WITHOUT_MAIN -cubin -o /dev/null "$source" \
+        >"$log" 2>&1; then
         cat "$log"
         echo "$source does not compile for $arch"
         failed=$((failed + 1))
         continue
     fi
+    sed -n '/(C75[0-9]*)/ { s/.*(\(C75[0-9]*\)).*function .\([^ ]*\)[^ ]$/\1 \2/p; t; s/.*(\(C75[0-9]*\)).*/\1 ?/p }' "$log" |
+        c++filt | sed 's/void //; s/(Branch)\|(int)//g; s/>(.*/>/' | sort | uniq -c |
+        awk -v arch="$arch" '{ n = $1; code = $2; sub(/^ *[0-9]+ [^ ]+ /, "")
+            printf "%s %s %s: %s of wgmma in %d places\n", code == "C7519" ? "ok  " : "FAIL", arch, $0, code, n }' \
+            >"$log.wgmma"
     # ptxas reports each kernel in three lines: its name, its spills, its registers and shared memory.
     c++filt <"$log" | awk -v arch="$arch" '
         /Compiling entry function/ {
@@ -56,9 +68,9 @@ for arch in $archs; do
         sort -u >"$log.kernels"
     awk -v arch="$arch" '
         FILENAME == ARGV[1] { name = $3; sub(/<.*/, "", name); count[name]++; next }
-        $1 == "ROW" && $2 <= substr(arch, 4) + 0 {
+        $1 == "ROW" && ($2 ~ /a$/ ? "sm_" $2 == arch : $2 <= substr(arch, 4) + 0) {
             printf "%s %s %s: %d of %d kernels %s\n", count[$4] == $5 ? "ok  " : "FAIL", arch, $3, count[$4], $5, $4
-        }' "$log.kernels" "$log.rows" | cat "$log.kernels" - >"$log.table"
+        }' "$log.kernels" "$log.rows" | cat "$log.kernels" "$log.wgmma" - >"$log.table"
     cat "$log.table"
     passed=$((passed + $(grep -c '^ok' "$log.table"))) failed=$((failed + $(grep -c '^FAIL' "$log.table")))
 done

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# What the inner loops of the tensor-core kernels consist of on sm_80 and sm_90, counted in the machine code:
-# instructions per mma (m16n8k16), ldmatrix, exponentials, branches. Every instruction of the loop counts, also those
+# What the inner loops of the tensor-core kernels consist of on sm_80 and sm_90a, counted in the machine code:
+# instructions per mma (m16n8k16; a wgmma of 64 columns counts as the 8 that each of its warps would need), ldmatrix,
+# exponentials, branches. Every instruction of the loop counts, also those
 # that most passes jump over, such as masks. A loop with an integer division (some 20 instructions) or with a register
 # in memory fails.
 #     dev/loop_report.sh [SOURCE]        default train_nsa.cu
 # Needs nvcc, and cuobjdump, which comes with it (if it is elsewhere: CUOBJDUMP=). Ends with "N passed, N failed".
 #
 # How to read the figures: a multiprocessor has four schedulers, each of which issues one instruction a cycle. An mma
-# keeps a scheduler's tensor core busy for 8 cycles on sm_80 and for about 6.5 on sm_90 (4 through wgmma, which is not
-# used here), an exponential (MUFU) takes 8, and an ldmatrix.x4 takes 4 cycles of the shared memory of all four. So a
+# keeps a scheduler's tensor core busy for 8 cycles on sm_80 and for about 6.5 on sm_90 (4 through wgmma), an exponential (MUFU) takes 8, and an ldmatrix.x4 takes 4 cycles of the shared memory of all four. So a
 # loop is near the limit of the tensor cores if it has at most 6 instructions per mma, and fewer than 2 ldmatrix per 5
 # mma.
 set -uo pipefail
@@ -24,8 +24,8 @@ done
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 failed=0 passed=0
-for arch in sm_80 sm_90; do
-    if ! "$nvcc" -x cu -std=c++17 -O3 -arch=$arch -diag-suppress 1675 -Xcompiler -w -DUSE_CUDA -DNSA_WITHOUT_MAIN \
+for arch in sm_80 sm_90a; do
+    if ! "$nvcc" -x cu -std=c++17 -O3 -gencode=arch=compute_${arch#sm_},code=$arch -diag-suppress 1675 -Xcompiler -w -DUSE_CUDA -DNSA_WITHOUT_MAIN \
         -cubin -o "$work/cubin" "$source" >"$work/log" 2>&1; then
         cat "$work/log"
         echo "$source does not compile for $arch"
@@ -49,13 +49,15 @@ for arch in sm_80 sm_90; do
                 split("", count)
                 for (i = first; i <= from[b]; i++) count[kind[i]]++
                 bad = (count["divide"] ? " INTEGER DIVISION" : "") (count["local"] ? " LOCAL MEMORY" : "")
+                products = count["HMMA"] + 8 * count["HGMMA"]
                 printf "%s %s %-44s %4d instructions for %3d mma: %4.1f each; ",
-                    bad ? "FAIL" : "ok  ", arch, name, from[b] - first + 1, count["HMMA"],
-                    (from[b] - first + 1) / count["HMMA"]
+                    bad ? "FAIL" : "ok  ", arch, name, from[b] - first + 1, products,
+                    (from[b] - first + 1) / products
+                if (count["HGMMA"]) printf "by %2d wgmma, ", count["HGMMA"]
                 printf "ldmatrix %2d, exponentials %2d, branches %d%s\n", count["LDSM"], count["exp"], count["BRA"], bad
             }
         }
-        function mma(first, last,   i, n) { for (i = first; i <= last; i++) n += kind[i] == "HMMA"; return n }
+        function mma(first, last,   i, n) { for (i = first; i <= last; i++) n += kind[i] ~ /^HG?MMA$/; return n }
         /Function : / {
             report()
             name = $0; sub(/.*Function : (void )?/, "", name)

@@ -127,6 +127,9 @@ emu_switch:
 #ifndef EMULATED_CAPABILITY
 #define EMULATED_CAPABILITY 90
 #endif
+#if EMULATED_CAPABILITY == 90
+#define __CUDA_ARCH_FEAT_SM90_ALL  // kernels are compiled as for sm_90a
+#endif
 
 namespace emu {
 

@@ -515,18 +515,17 @@ __device__ inline int tile_of_item(const GatherPlan& plan, const int* extra, int
 // As attention_dkdv_kernel<SLC>, but the tiles of 64 tokens are gathered: they hold only tokens that chose a block of
 // the tile of keys. A list of more than GATHER_CHUNK tokens (block 0 is chosen by all) is split into chunks, whose sums
 // go to plan.partial. The first most_extra * B*G thread blocks take the chunks beyond the first.
-//     mma 205 / 410, ldmatrix 192 / 640, exponentials 64 / 64, instructions 125 / 220, L2 174 / 347
-template <int D>
-__global__ void __launch_bounds__(dkdv_threads<D, KEY_TILE>(), D > 64 ? 2 : 4)
-    gather_dkdv_kernel(BackwardArrays<bf16, float> d, InputArrays<bf16> in, GatherPlan plan, AttentionShape s) {
-    constexpr int THREADS = dkdv_threads<D, KEY_TILE>();
+template <int D, Multiplier by>
+__device__ inline void compute_gathered_dkdv(const BackwardArrays<bf16, float>& d, const InputArrays<bf16>& in,
+                                             const GatherPlan& plan, const AttentionShape& s) {
+    constexpr int THREADS = dkdv_threads<D, KEY_TILE, by>();
     const int bg = int(blockIdx.x) % s.batch_groups, item = int(blockIdx.x) / s.batch_groups;
     const int* extra = plan.extra + size_t(bg) * (plan.tiles + 1);
     const int tile = tile_of_item(plan, extra, item);
     if (tile < 0) return;
     const int first_key = tile * KEY_TILE;
     DynamicShared shared;
-    TokenBuffers<SLC, D, KEY_TILE> buffers(shared);
+    TokenBuffers<SLC, D, KEY_TILE, by> buffers(shared);
     int* counts = shared.take<int>(THREADS / 32);
     int* list = shared.take<int>(GATHER_CHUNK);
     buffers.copy_keys(in.k, in.v, bg, first_key, s);
@@ -535,8 +534,9 @@ __global__ void __launch_bounds__(dkdv_threads<D, KEY_TILE>(), D > 64 ? 2 : 4)
     const int first_token = plan.chunk_of_item(bg, tile, item) * GATHER_CHUNK;
     const int tokens = list_tokens(list, counts, choosers, plan.token_words, first_token);
     cp_async_wait<0>();
+    if (by == WARPGROUPS) async_fence();
     __syncthreads();
-    WarpKeys<SLC, D, KEY_TILE> keys;
+    WarpKeys<SLC, D, KEY_TILE, by> keys;
     keys.load(buffers.k_tile, buffers.v_tile, first_key);
 
     // there are fewer than 2^31 rows
@@ -556,17 +556,16 @@ __global__ void __launch_bounds__(dkdv_threads<D, KEY_TILE>(), D > 64 ? 2 : 4)
         cp_async_commit();
         const int j = list[first + buffers.rows.own_row()];
         buffers.rows.load(j >= 0, q_row + head * s.queries + j, d.lse_gated, d.row_dot);
-        if (j >= 0 && s.slc_block < KEY_TILE)
-            buffers.rows.chosen =
-                chosen_blocks(in.selection + size_t(bg * s.queries + j) * s.words, 0, tile_blocks(tile, s), s);
+        if (j >= 0 && head == 0 && s.slc_block < KEY_TILE)
+            buffers.rows.choose(in.selection + size_t(bg * s.queries + j) * s.words, tile, s);
     };
-    for_token_tiles(
+    for_token_tiles<by>(
         0, tokens, s.heads, [](int first) { return first + KEY_TILE; }, fetch,
         [&](int buffer) { buffers.rows.store(buffer, s); },
-        [&](int buffer, int first) {
+        [&](int buffer, int first, auto prefetch) {
             const bool masked = s.first + list[first] < first_key + KEY_TILE - 1;  // its first token is the earliest
             keys.add_tokens(
-                buffers, buffer, masked, [&](int row) { return s.first + list[first + row]; }, s);
+                buffers, buffer, masked, [&](int row) { return s.first + list[first + row]; }, prefetch, s);
         });
     // computed again, because no register is free to keep it
     const int same_tile = int(unsigned(keys.first_key) / KEY_TILE);
@@ -577,6 +576,18 @@ __global__ void __launch_bounds__(dkdv_threads<D, KEY_TILE>(), D > 64 ? 2 : 4)
     if (plan.chunks(same_bg, same_tile) > 1)
         sums = plan.partial + plan.slot(same_bg, same_tile, chunk) * 2 * KEY_TILE * D;
     keys.store(d.dk, d.dv, sums, same_bg, s);
+}
+//     mma 205 / 410, ldmatrix 192 / 640, exponentials 64 / 64, instructions 125 / 220, L2 174 / 347
+template <int D>
+__global__ void __launch_bounds__(dkdv_threads<D, KEY_TILE>(), D > 64 ? 2 : 4)
+    gather_dkdv_kernel(BackwardArrays<bf16, float> d, InputArrays<bf16> in, GatherPlan plan, AttentionShape s) {
+    compute_gathered_dkdv<D, WARPS>(d, in, plan, s);
+}
+template <int D>
+__global__ void __launch_bounds__(WARPGROUP_THREADS, 3)
+    warpgroup_gather_dkdv_kernel(BackwardArrays<bf16, float> d, InputArrays<bf16> in, GatherPlan plan,
+                                 AttentionShape s) {
+    if constexpr (COMPILED_FOR_WGMMA) compute_gathered_dkdv<D, WARPGROUPS>(d, in, plan, s);
 }
 // dk, dv [B, G, key_stride, D] = the sums of the chunks; one block per tile of keys and (sequence, group)
 template <int D>
@@ -600,6 +611,9 @@ __global__ void __launch_bounds__(256) add_chunks_kernel(bf16* dk, bf16* dv, Gat
 // An H100 agreed where D = 64: at 4096 and 8192 tokens gathered rows took 1.0 to 1.5 times what these counts say, and
 // were faster where they should be. Where D = 128 they took 1.4 to 2.0 times that, hence the factor.
 constexpr float GATHERED_128 = 2;
+// Beside masked tiles on warpgroups. At 4 x 8192, where the counts say 0.55 to 0.62, an H200 took 1049 + 1527 us for
+// gathered rows, forward and dQ, and 1076 + 1280 us for a prototype of these tiles: 1.09.
+constexpr float GATHERED_BESIDE_WARPGROUPS = 1.86f;
 
 template <int D>
 HOST_DEVICE constexpr float gathered_piece_cost(float mma_cycles) {
@@ -696,27 +710,28 @@ inline AttentionShape gather_shape(const NsaShape& s, bool backward, size_t most
 }
 template <int D>
 inline bool gather_possible(const NsaShape& s) {
-    return has_attention_kernel(ATTENTION_KERNELS[GATHERED_ROWS_KERNEL], false, 0, D) &&
+    return has_attention_kernel(ATTENTION_KERNELS[GATHERED_ROWS_KERNEL], false, {}, D) &&
            s.heads_per_group() <= gather_rows<D>(true) &&
            gather_shared_bytes<D>(gather_shape<D>(s, true), true) <= most_shared_of_device() &&
            gather_shared_bytes<D>(gather_shape<D>(s, false), false) <= most_shared_of_device();
 }
 // Which kernels a call of the selected branch may use. What remains AUTO is decided on the GPU, from the selection
 // itself. With at most 2 n blocks in the sequence, masked tiles visit at most twice what a query chose: by sm_90's
-// costs gathering cannot pay then.
+// costs gathering cannot pay then. Warpgroups take dK and dV by lists wherever a query does not choose all blocks.
 template <int D>
-inline SelectedKernel resolve_selected(SelectedKernel asked, const NsaShape& s, bool backward = true) {
+inline SelectedKernel resolve_selected(AttentionPath asked, const NsaShape& s, bool backward = true) {
     const bool possible = gather_possible<D>(s);
-    if (asked == SelectedKernel::GATHER && !possible)
+    if (asked.selected == SelectedKernel::GATHER && !possible)
         fail_usage(
             "%d query heads in a group, of dimension %d: gathered rows have room for %d, and need less shared memory "
             "than the %zu bytes of this GPU; choose --attention-kernel %s",
             s.heads_per_group(), D, gather_rows<D>(true), most_shared_of_device(),
             ATTENTION_KERNELS[TENSOR_CORES_KERNEL].name);
-    if (asked != SelectedKernel::AUTO) return asked;
+    if (asked.selected != SelectedKernel::AUTO) return asked.selected;
     const int blocks = (s.first + s.queries + s.slc_block - 1) / s.slc_block;
+    const int few = backward && asked.warpgroups && has_warpgroups(D) ? s.slc_count : 2 * s.slc_count;
     const bool may = possible && auto_may_gather(D, backward);
-    return may && s.queries >= GATHER_TOKENS && blocks > 2 * s.slc_count ? SelectedKernel::AUTO : SelectedKernel::TILES;
+    return may && s.queries >= GATHER_TOKENS && blocks > few ? SelectedKernel::AUTO : SelectedKernel::TILES;
 }
 
 template <int D>
@@ -743,14 +758,16 @@ inline GatherPlan gather_plan(WorkspacePieces& pieces, const NsaShape& s) {
 
 // Where AUTO is still open, has the GPU choose, and returns where the choice will be; otherwise null.
 template <int D>
-inline const SelectedChoice* choose_selected(SelectedKernel kernel, WorkspacePieces& pieces, SelectedChoice* choice,
-                                             const uint32_t* selection, const NsaShape& s, cudaStream_t stream) {
+inline const SelectedChoice* choose_selected(SelectedKernel kernel, bool warpgroups, WorkspacePieces& pieces,
+                                             SelectedChoice* choice, const uint32_t* selection, const NsaShape& s,
+                                             cudaStream_t stream) {
     if (kernel != SelectedKernel::AUTO) return nullptr;
     const AttentionShape a = gather_shape<D>(s, false);
     int* counts = selection_counts<D>(pieces, s);
+    const float beside = warpgroups && has_warpgroups(D) ? GATHERED_BESIDE_WARPGROUPS : 1;
     launch<measure_selections_kernel>(unsigned(a.tiles * a.batch_groups + 3) / 4, 128, 0, stream, counts, selection, a);
     launch<choose_selected_kernel>(1, 256, 0, stream, choice, (const int*)counts,
-                                   gathered_piece_cost<D>(generation_of_device().mma_cycles), a);
+                                   beside * gathered_piece_cost<D>(generation_of_device().mma_cycles), a);
     return choice;
 }
 template <int D>
@@ -763,7 +780,8 @@ inline void launch_gather_forward(bf16* out, float* lse, const bf16* q, const bf
 }
 template <int D>
 inline void launch_gather_backward(const BackwardArrays<bf16, float>& d, const InputArrays<bf16>& in, const NsaShape& s,
-                                   const SelectedChoice* choice, WorkspacePieces& pieces, cudaStream_t stream) {
+                                   bool warpgroups, const SelectedChoice* choice, WorkspacePieces& pieces,
+                                   cudaStream_t stream) {
     const AttentionShape a = gather_shape<D>(s, true);
     const GatherPlan plan = gather_plan<D>(pieces, s);
     launch<gather_dq_kernel<D>>(unsigned(a.tiles * a.batch_groups), gather_threads(a), gather_shared_bytes<D>(a, true),
@@ -774,10 +792,17 @@ inline void launch_gather_backward(const BackwardArrays<bf16, float>& d, const I
                                        a);
     launch<count_choosers_kernel>(unsigned(all_units + 3) / 4, 128, 0, stream, plan, all_units);
     launch<plan_chunks_kernel>(unsigned(a.batch_groups), 32, 0, stream, plan, a);
-    const size_t bytes = TokenBuffers<SLC, D, KEY_TILE>::bytes() +
-                         shared_bytes({dkdv_threads<D, KEY_TILE>() / 32 * sizeof(int), GATHER_CHUNK * sizeof(int)});
-    launch<gather_dkdv_kernel<D>>(unsigned((plan.most_extra + plan.tiles) * a.batch_groups),
-                                  unsigned(dkdv_threads<D, KEY_TILE>()), bytes, stream, d, in, plan, a);
+    const unsigned blocks = unsigned((plan.most_extra + plan.tiles) * a.batch_groups);
+    auto run = [&](auto multiplier) {
+        constexpr Multiplier by = decltype(multiplier)::value;
+        constexpr unsigned THREADS = unsigned(dkdv_threads<D, KEY_TILE, by>());
+        const size_t bytes = TokenBuffers<SLC, D, KEY_TILE, by>::bytes() +
+                             shared_bytes({THREADS / 32 * sizeof(int), GATHER_CHUNK * sizeof(int)});
+        if constexpr (by == WARPGROUPS)
+            launch<warpgroup_gather_dkdv_kernel<D>>(blocks, THREADS, bytes, stream, d, in, plan, a);
+        else launch<gather_dkdv_kernel<D>>(blocks, THREADS, bytes, stream, d, in, plan, a);
+    };
+    with_multiplier<D>(warpgroups, run);
     if (plan.most_extra)
         launch<add_chunks_kernel<D>>(unsigned(plan.tiles * a.batch_groups), 256, 0, stream, d.dk, d.dv, plan, a);
 }

@@ -16,6 +16,7 @@ enum class SelectedKernel { AUTO, TILES, GATHER };
 struct AttentionKernel {
     const char* name;          // what --attention-kernel calls it
     int capability;            // of the GPU at least, 10 major + minor
+    bool exact;                // only code compiled for this GPU alone has it, which CUDA marks with an a: sm_90a
     bool fp32;                 // PRECISION=FP32 has it too
     unsigned head_dimensions;  // the sum of those that it is compiled for, powers of two, of queries, keys and values
                                // alike; 0: it takes any
@@ -27,36 +28,56 @@ struct AttentionKernel {
 constexpr unsigned EVERY_BRANCH = (1u << BRANCHES) - 1, TILED = 16 + 32 + 64 + 128;
 // clang-format off
 constexpr AttentionKernel ATTENTION_KERNELS[] = {
-    {"gathered_rows", 80, false, TILED, 1u << SLC, SelectedKernel::GATHER, "gathered rows", "gather_forward_kernel"},
-    {"tensor_cores", 80, false, TILED, EVERY_BRANCH, SelectedKernel::TILES, "masked tiles", "attention_forward_kernel"},
-    {"plain", 0, true, 0, EVERY_BRANCH, SelectedKernel::TILES, "plain kernels", "plain::forward_kernel"}};
+    {"gathered_rows", 80, false, false, TILED, 1u << SLC, SelectedKernel::GATHER, "gathered rows",
+     "gather_forward_kernel"},
+    {"warpgroups", 90, true, false, 64, EVERY_BRANCH, SelectedKernel::TILES, "masked tiles on warpgroups",
+     "warpgroup_forward_kernel"},
+    {"tensor_cores", 80, false, false, TILED, EVERY_BRANCH, SelectedKernel::TILES, "masked tiles",
+     "attention_forward_kernel"},
+    {"plain", 0, false, true, 0, EVERY_BRANCH, SelectedKernel::TILES, "plain kernels", "plain::forward_kernel"}};
 // clang-format on
-enum AttentionKernelRow { GATHERED_ROWS_KERNEL, TENSOR_CORES_KERNEL, PLAIN_KERNEL };
+enum AttentionKernelRow { GATHERED_ROWS_KERNEL, WARPGROUPS_KERNEL, TENSOR_CORES_KERNEL, PLAIN_KERNEL };
 
-// Whether a build, a GPU of this capability and heads of dimension D, values of Dv, have the row's kernels. 0: any.
-constexpr bool has_attention_kernel(const AttentionKernel& row, bool fp32, int capability = 0, int D = 0, int Dv = 0) {
-    return (row.fp32 || !fp32) && (!capability || row.capability <= capability) &&
+// The compute capability of a GPU, 0: of any, and whether the code that it runs was compiled for it alone.
+struct GpuCode {
+    int capability = 0;
+    bool exact = false;
+};
+// Whether a build, a GPU and heads of dimension D, values of Dv, have the row's kernels. 0: any.
+constexpr bool has_attention_kernel(const AttentionKernel& row, bool fp32, GpuCode gpu = {}, int D = 0, int Dv = 0) {
+    const bool fits = row.exact ? gpu.exact && row.capability == gpu.capability : row.capability <= gpu.capability;
+    return (row.fp32 || !fp32) && (!gpu.capability || fits) &&
            (!D || !row.head_dimensions || (row.head_dimensions & unsigned(D) && !(D & (D - 1)) && (!Dv || Dv == D)));
 }
-inline std::vector<std::string> attention_kernel_names(bool fp32, int capability = 0, int D = 0, int Dv = 0) {
+constexpr bool has_warpgroups(int D) {
+    return has_attention_kernel(ATTENTION_KERNELS[WARPGROUPS_KERNEL], false, {}, D);
+}
+inline std::vector<std::string> attention_kernel_names(bool fp32, GpuCode gpu = {}, int D = 0, int Dv = 0) {
     std::vector<std::string> names;
     for (const AttentionKernel& row : ATTENTION_KERNELS)
-        if (has_attention_kernel(row, fp32, capability, D, Dv)) names.push_back(row.name);
+        if (has_attention_kernel(row, fp32, gpu, D, Dv)) names.push_back(row.name);
     return names;
 }
+// Which kernels a call of attention takes: those of the selected branch, and whether warpgroups multiply where the head
+// dimension has kernels for that.
+struct AttentionPath {
+    SelectedKernel selected;
+    bool warpgroups;
+    AttentionPath(SelectedKernel selected, bool warpgroups = false) : selected(selected), warpgroups(warpgroups) {}
+};
 // Null for "auto", and for a name that no row has.
 inline const AttentionKernel* attention_kernel_named(const std::string& name) {
     for (const AttentionKernel& row : ATTENTION_KERNELS)
         if (name == row.name) return &row;
     return nullptr;
 }
-// What auto takes, as "gathered_rows or tensor_cores".
-inline std::string automatic_attention_kernels(bool fp32, int capability) {
+// What auto takes, as "gathered_rows or tensor_cores"; a row of some head dimensions leaves the others to the next.
+inline std::string automatic_attention_kernels(bool fp32, GpuCode gpu) {
     std::string names;
     for (const AttentionKernel& row : ATTENTION_KERNELS) {
-        if (!has_attention_kernel(row, fp32, capability)) continue;
+        if (!has_attention_kernel(row, fp32, gpu)) continue;
         names += (names.empty() ? "" : " or ") + std::string(row.name);
-        if (row.branches == EVERY_BRANCH) break;
+        if (row.branches == EVERY_BRANCH && (!row.head_dimensions || row.head_dimensions == TILED)) break;
     }
     return names;
 }

@@ -15,6 +15,7 @@
 #include "attention_kernels.h"
 #include "runtime.cuh"
 #include "tiles.cuh"
+#include "wgmma.cuh"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Shape.
@@ -42,12 +43,23 @@ constexpr Generation COMPILED_GENERATION = generation_of(EMULATED_CAPABILITY);
 constexpr Generation COMPILED_GENERATION = GENERATIONS[0];
 #endif
 
-// 16-row pieces of a query tile in one warp: two share each piece of K and V that is loaded, as long as registers
+// Who multiplies: each warp its own rows by mma.sync, or the four warps of a warpgroup 64 rows together by wgmma, which
+// code for sm_90a has, here for heads of 64.
+enum Multiplier { WARPS, WARPGROUPS };
+constexpr int WARPGROUP_ROWS = 64, WARPGROUP_THREADS = 128;
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+constexpr bool COMPILED_FOR_WGMMA = true;
+#else
+constexpr bool COMPILED_FOR_WGMMA = false;
+#endif
+
+// 16-row pieces of a query tile in one warp. Two share each piece of K and V that is loaded, as long as registers
 // suffice. Queries (and dout) stay in registers, but for the forward pass at D = 128, where sums and scores take 192.
-// Eight warps of 255 registers fill a multiprocessor.
-template <int D, bool BACKWARD>
+// Eight warps of 255 registers fill a multiprocessor. A warpgroup reads K and V once for its four warps.
+template <int D, bool BACKWARD, Multiplier by = WARPS>
 HOST_DEVICE constexpr int row_pieces() {
-    return D > 64 && BACKWARD ? 1 : 2;
+    return by == WARPGROUPS || (D > 64 && BACKWARD) ? 1 : 2;
 }
 // Forward only.
 template <int D>
@@ -58,13 +70,15 @@ template <int D>
 HOST_DEVICE constexpr int forward_keys() {
     return D <= 64 ? KEY_TILE : COMPILED_GENERATION.forward_keys_128;
 }
-template <int D, bool BACKWARD>
+template <int D, bool BACKWARD, Multiplier by = WARPS>
 HOST_DEVICE constexpr int tile_threads(int query_rows) {
-    return query_rows / 16 / row_pieces<D, BACKWARD>() * 32;
+    return query_rows / 16 / row_pieces<D, BACKWARD, by>() * 32;
 }
-// For __launch_bounds__, on any generation.
-template <int D, bool BACKWARD>
-constexpr int MOST_TILE_THREADS = tile_threads<D, BACKWARD>(most_query_rows(D, BACKWARD));
+// For __launch_bounds__, on any generation: the threads, and how many blocks share a multiprocessor.
+template <int D, bool BACKWARD, Multiplier by = WARPS>
+constexpr int MOST_TILE_THREADS = tile_threads<D, BACKWARD, by>(most_query_rows(D, BACKWARD));
+template <int D, bool BACKWARD, Multiplier by = WARPS>
+constexpr int TILE_BLOCKS = (by == WARPGROUPS ? 512 : 256) / MOST_TILE_THREADS<D, BACKWARD, by>;
 
 // Divides by a number of the shape without the 20 instructions of an integer division: i / n = i * ceil(2^31 / n) >> 31
 // for all i with i * (n - 1) < 2^31.
@@ -164,6 +178,13 @@ inline void with_head_dimension(int dimension, F f) {
         "the CPU",
         dimension, have.c_str(), ATTENTION_KERNELS[PLAIN_KERNEL].name);
 }
+// Calls f(std::integral_constant<Multiplier, by>()) for who multiplies heads of dimension D.
+template <int D, class F>
+inline void with_multiplier(bool warpgroups, F f) {
+    if constexpr (has_warpgroups(D))
+        if (warpgroups) return f(std::integral_constant<Multiplier, WARPGROUPS>());
+    f(std::integral_constant<Multiplier, WARPS>());
+}
 // Head dimensions of 128 do not fit on every GPU.
 inline void check_shared_bytes(size_t bytes, int D, size_t most_shared = most_shared_of_device()) {
     if (bytes > most_shared)
@@ -256,16 +277,23 @@ __device__ inline void find_used_key_tiles(uint32_t* used, const uint32_t* selec
 template <int KEYS>
 __device__ inline void find_used_token_tiles(uint32_t* used, const uint32_t* selected, int key_tile,
                                              const AttentionShape& s) {
-    const int lane = threadIdx.x % 32, tiles = (s.queries + KEY_TILE - 1) / KEY_TILE;
-    for (int word = threadIdx.x / 32; word * 32 < tiles; word += blockDim.x / 32) {
-        unsigned bits = 0;
-        for (int tile = word * 32; tile < min(word * 32 + 32, tiles); tile++) {
-            unsigned chosen = 0;
-            for (int j = lane; j < min(KEY_TILE, s.queries - tile * KEY_TILE); j += 32)
-                chosen |= chosen_of_keys<KEYS>(selected + size_t(tile) * KEY_TILE * s.words, j, key_tile, s);
-            if (__any_sync(~0u, chosen != 0)) bits |= 1u << tile % 32;
+    const int lane = threadIdx.x % 32, tiles = (s.queries + KEY_TILE - 1) / KEY_TILE, step = int(blockDim.x);
+    for (int word = threadIdx.x; word * 32 < tiles; word += step) used[word] = 0;
+    __syncthreads();
+    // A warp takes 32 tokens at a time and asks for four such at once. Tokens before the keys have not chosen them.
+    const int before = max(key_tile * KEY_TILE - s.first, 0) / 32 * 32;
+    for (int first = before + int(threadIdx.x) / 32 * 32; first < s.queries; first += 4 * step) {
+        unsigned chosen[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int j = first + i * step + lane;
+            chosen[i] = j < s.queries ? chosen_of_keys<KEYS>(selected + size_t(j) * s.words, 0, key_tile, s) : 0;
         }
-        if (lane == 0) used[word] = bits;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int tile = (first + i * step) / KEY_TILE;
+            if (__any_sync(~0u, chosen[i] != 0) && lane == 0) atomicOr(used + tile / 32, 1u << tile % 32);
+        }
     }
 }
 
@@ -290,9 +318,9 @@ __device__ inline bool sees(const Visible& v, int key) { return v.begin <= key &
 struct QueryTile {
     int bg, j0, tokens;  // group; first token, counted from s.first; how many there are
 };
-__device__ inline QueryTile query_tile(const AttentionShape& s) {
-    const int tile = s.tiles - 1 - int(blockIdx.x) / s.batch_groups, j0 = tile * s.tile_tokens;
-    return {int(blockIdx.x) % s.batch_groups, j0, min(s.tile_tokens, s.queries - j0)};
+__device__ inline QueryTile query_tile(const AttentionShape& s, int block = int(blockIdx.x)) {
+    const int tile = s.tiles - 1 - block / s.batch_groups, j0 = tile * s.tile_tokens;
+    return {block % s.batch_groups, j0, min(s.tile_tokens, s.queries - j0)};
 }
 // Row of [B, H, queries] for a query of the tile
 __device__ inline long long row_of_query(const QueryTile& tile, int head, int token, const AttentionShape& s) {
@@ -420,8 +448,14 @@ __device__ inline int end_of_key_tiles(const QueryTile& tile, const AttentionSha
 // ---------------------------------------------------------------------------------------------------------------------
 // The walk over tiles of keys: forward and dQ, by masked tiles and by gathered rows.
 
-// Keys and values of one (sequence, group), and two buffers in shared memory for a tile of each.
-template <int D, bool BACKWARD>
+// Buffers for a tile of keys and one of values. With three a warpgroup multiplies by the values of one tile and the
+// keys of the next at the same time.
+template <bool BACKWARD, Multiplier by = WARPS>
+HOST_DEVICE constexpr int key_buffers() {
+    return by == WARPGROUPS && !BACKWARD ? 3 : 2;
+}
+// Keys and values of one (sequence, group), and the buffers in shared memory for their tiles.
+template <int D, bool BACKWARD, Multiplier by = WARPS>
 struct KeyBuffers {
     bf16 *k_tiles, *v_tiles;
     const bf16 *k, *v;
@@ -430,7 +464,7 @@ struct KeyBuffers {
     // Starts to copy a tile of keys and one of values, as one group of copies.
     __device__ void copy(int buffer, int key_tile, const AttentionShape& s) const {
         // Most blocks have this size, which gives a whole tile fixed distances.
-        constexpr int THREADS = tile_threads<D, BACKWARD>(query_rows_of(COMPILED_GENERATION, D, BACKWARD));
+        constexpr int THREADS = tile_threads<D, BACKWARD, by>(query_rows_of(COMPILED_GENERATION, D, BACKWARD));
         const int valid = s.keys - key_tile * KEY_TILE, chunk = threadIdx.x % (D / 8);
         const size_t from = size_t(group_row + key_tile * KEY_TILE) * D;
         if (blockDim.x == THREADS && valid >= KEY_TILE) {
@@ -465,16 +499,17 @@ __device__ inline void for_key_tiles(const KeyBuffers<D, BACKWARD>& keys, const 
 // The block of the forward and the dQ kernel by masked tiles: it owns a tile of queries, each of its warps some of the
 // rows, and walks the tiles of keys that one of the queries may see.
 // BACKWARD: dQ, which needs the rows of dout too.
-template <Branch branch, int D, bool BACKWARD>
+template <Branch branch, int D, bool BACKWARD, Multiplier by = WARPS>
 struct QueryBlock {
-    static constexpr int M = row_pieces<D, BACKWARD>();
+    static constexpr int M = row_pieces<D, BACKWARD, by>();
+    static constexpr int BUFFERS = key_buffers<BACKWARD, by>();
     QueryTile tile;
     int first_row, end_tile;    // the warp's first row; where the tiles of keys end
     int first_end;              // end_of_keys of the tile's first token
     unsigned ends;              // of this lane's rows, see ends_of_rows
     const uint32_t* selection;  // of the tile's tokens
     bf16 *q_tile, *dout_tile;
-    KeyBuffers<D, BACKWARD> keys;
+    KeyBuffers<D, BACKWARD, by> keys;
     uint32_t* used;
 
     // dout: not read in the forward pass
@@ -485,27 +520,28 @@ struct QueryBlock {
         end_tile = end_of_key_tiles<branch>(tile, s);
         first_row = threadIdx.x / 32 * 16 * M;
         const int rows = blockDim.x / 32 * 16 * M;
-        keys.k_tiles = shared.take<bf16>(2 * KEY_TILE * D);
-        keys.v_tiles = shared.take<bf16>(2 * KEY_TILE * D);
+        keys.k_tiles = shared.take<bf16>(BUFFERS * KEY_TILE * D);
+        keys.v_tiles = shared.take<bf16>(BUFFERS * KEY_TILE * D);
         keys.k = k;
         keys.v = v;
         keys.group_row = tile.bg * s.key_stride;
-        q_tile = shared.take<bf16>(s.query_rows * D);
+        const int tile_rows =  // a constant where it is in an address of the walk
+            by == WARPGROUPS ? query_rows_of(COMPILED_GENERATION, D, BACKWARD) : s.query_rows;
+        q_tile = shared.take<bf16>(tile_rows * D);
         dout_tile = nullptr;
+        if constexpr (BACKWARD) dout_tile = shared.take<bf16>(tile_rows * D);
         used = nullptr;
-        copy_queries<D>(q_tile, q + q_offset<D>(tile, s), size_t(s.queries) * D, D, rows, tile.tokens, s);
-        if constexpr (BACKWARD) {
-            dout_tile = shared.take<bf16>(s.query_rows * D);
-            copy_queries<D>(dout_tile, dout + dout_offset<D>(tile, s), D, size_t(s.H) * D, rows, tile.tokens, s);
-        }
-        cp_async_commit();
         selection = all_selections;
-        if (branch == SLC) {
+        if (branch == SLC) {  // first, since its loads have nothing to do meanwhile but to wait
             used = shared.take<uint32_t>(tile_words(s.key_stride));
             selection += (size_t(tile.bg) * s.queries + tile.j0) * s.words;
             find_used_key_tiles(used, selection, tile.tokens, end_tile, s);
-            __syncthreads();
         }
+        copy_queries<D>(q_tile, q + q_offset<D>(tile, s), size_t(s.queries) * D, D, rows, tile.tokens, s);
+        if constexpr (BACKWARD)
+            copy_queries<D>(dout_tile, dout + dout_offset<D>(tile, s), D, size_t(s.H) * D, rows, tile.tokens, s);
+        cp_async_commit();
+        if (branch == SLC) __syncthreads();
     }
     // Starts to copy the first tile of keys, which it returns, and waits for the queries.
     __device__ int start(const AttentionShape& s) {
@@ -513,6 +549,7 @@ struct QueryBlock {
         if (key_tile >= end_tile) cp_async_commit();  // an empty group
         else keys.copy(0, key_tile, s);
         cp_async_wait<1>();
+        if (by == WARPGROUPS) async_fence();
         __syncthreads();  // the queries have arrived
         first_end = end_of_keys<branch>(s.first + tile.j0, s);
         ends = ends_of_rows<branch, M>(tile, first_row, s);
@@ -520,19 +557,20 @@ struct QueryBlock {
     }
     // Row of [B, H, queries] for this lane's row i of piece m, or -1
     __device__ long long row(int m, int i, const AttentionShape& s) const {
-        // As query_row, but with unsigned divisions: otherwise the compiler keeps the quotients of ends_of_rows, which
-        // are the same, in 8 registers throughout the walk.
-        const unsigned row = first_row + m * 16 + i * 8 + threadIdx.x % 32 / 4, tokens = unsigned(s.tile_tokens);
-        const int head = int(row / tokens), token = int(row % tokens);
-        return head < s.heads && token < tile.tokens ? row_of_query(tile, head, token, s) : -1;
+        // Computed again, so that nothing of it stays in registers throughout the walk.
+        const Indices again = indices_again();
+        const int row = int(again.thread / 32 * M + m) * 16 + i * 8 + int(again.thread % 32 / 4);
+        return query_row(query_tile(s, int(again.block)), row, s);
     }
-    // Of the block: as many warps as the tile's rows fill.
+    // Of the block: as many warps, or warpgroups, as the tile's rows fill.
     static unsigned threads(const AttentionShape& s) {
-        return unsigned((s.heads * s.tile_tokens + 16 * M - 1) / (16 * M) * 32);
+        constexpr int rows = by == WARPGROUPS ? WARPGROUP_ROWS : 16 * M;
+        return unsigned((s.heads * s.tile_tokens + rows - 1) / rows * (rows / (16 * M)) * 32);
     }
     // Of shared memory.
     static size_t bytes(const AttentionShape& s) {
-        const size_t query_tile = size_t(s.query_rows) * D * sizeof(bf16), key_tiles = 2 * KEY_TILE * D * sizeof(bf16);
+        const size_t query_tile = size_t(s.query_rows) * D * sizeof(bf16);
+        const size_t key_tiles = BUFFERS * KEY_TILE * D * sizeof(bf16);
         const size_t bytes = shared_bytes({key_tiles, key_tiles, query_tile, BACKWARD ? query_tile : 0,
                                            branch == SLC ? tile_words(s.key_stride) * sizeof(uint32_t) : 0});
         check_shared_bytes(bytes, D);
@@ -554,20 +592,20 @@ struct QueryBlock {
 // dout^T are left in registers just as the next products need them.
 
 // Pieces of 16 keys in a warp: two share each piece of q and dout that is loaded.
-template <int D>
+template <int D, Multiplier by = WARPS>
 HOST_DEVICE constexpr int key_pieces() {
-    return D > 64 ? 1 : 2;
+    return by == WARPGROUPS || D > 64 ? 1 : 2;
 }
 // Keys of a block. Twice as many read q and dout half as often, which pays where the same tokens see them. A window's
 // keys and compressed ones are seen at different times, so that warps would wait for one another; and at D = 128 GPUs
-// with 99 KB of shared memory have no room for them.
-template <Branch branch, int D>
+// with 99 KB of shared memory have no room for them. A warpgroup has 64, and three of them share a multiprocessor.
+template <Branch branch, int D, Multiplier by = WARPS>
 HOST_DEVICE constexpr int dkdv_keys() {
-    return branch == SLC && D <= 64 ? 2 * KEY_TILE : KEY_TILE;
+    return branch == SLC && D <= 64 && by == WARPS ? 2 * KEY_TILE : KEY_TILE;
 }
-template <int D, int KEYS>
+template <int D, int KEYS, Multiplier by = WARPS>
 HOST_DEVICE constexpr int dkdv_threads() {
-    return KEYS / 16 / key_pieces<D>() * 32;
+    return KEYS / 16 / key_pieces<D, by>() * 32;
 }
 // Selection blocks of so many keys, at most.
 HOST_DEVICE constexpr int sub_blocks(Branch branch, int keys) { return branch == SLC ? keys / 16 : 1; }
@@ -579,16 +617,19 @@ HOST_DEVICE constexpr bool keeps_v() {
 
 // lse_gated and row_dot of the rows of a tile of tokens (one head), in shared memory, for each of the two buffers. A
 // token that does not exist, or did not choose the selection block, has a shift that makes its weights 0.
-template <Branch branch, int D, int KEYS>
+template <Branch branch, int D, int KEYS, Multiplier by = WARPS>
 struct RowStatistics {
     static constexpr int BLOCKS = sub_blocks(branch, KEYS);
-    static constexpr int OWN = 2 * KEY_TILE / dkdv_threads<D, KEYS>();  // numbers of a thread
+    static constexpr int OWN = 2 * KEY_TILE / dkdv_threads<D, KEYS, by>();  // numbers of a thread
     float* minus_shift;  // [2, BLOCKS, KEY_TILE]: -lse_gated in base 2, or -infinity
     float* dot;          // [2, KEY_TILE]: row_dot
     // Of this thread's row, on the way into shared memory: the first KEY_TILE threads have the row's shift, the next
     // its dot, and where there are no more threads, the first have both.
     float own[OWN] = {};
-    unsigned chosen = ~0u;  // the selection blocks that its token chose
+    // The selection blocks that its token chose, from this bit on; kept while the heads go by. Whatever is loaded is
+    // first looked at in store(), after the products.
+    unsigned chosen = ~0u;
+    int bit = 0;
 
     __device__ static int own_row() { return threadIdx.x % KEY_TILE; }
     __device__ static bool is_dot(int n) { return OWN == 1 ? threadIdx.x >= KEY_TILE : n == 1; }
@@ -597,37 +638,52 @@ struct RowStatistics {
 #pragma unroll
         for (int n = 0; n < OWN; n++)
             if (is_dot(n)) own[n] = query ? row_dot[row] : 0;
-            else own[n] = query ? -lse_gated[row] * LOG2_E : -INFINITY;
+            else own[n] = query ? lse_gated[row] : INFINITY;
+    }
+    // selected: the bitmask of the row's token; key_tile: the first of the block's
+    __device__ void choose(const uint32_t* selected, int key_tile, const AttentionShape& s) {
+        if constexpr (KEYS == KEY_TILE) {
+            const TileBlocks blocks = tile_blocks(key_tile, s);
+            chosen = selected[blocks.word];
+            bit = blocks.bit;
+        } else {
+            chosen = chosen_of_keys<KEYS>(selected, 0, key_tile, s);
+        }
     }
     __device__ void store(int buffer, const AttentionShape& s) const {
         if (is_dot(OWN - 1)) dot[buffer * KEY_TILE + own_row()] = own[OWN - 1];
         if (is_dot(0)) return;
+        const float shift = -own[0] * LOG2_E;
+#pragma unroll 1
         for (int sub = 0; sub < (branch == SLC ? KEYS / KEY_TILE * blocks_per_tile(s) : 1); sub++)
-            minus_shift[(buffer * BLOCKS + sub) * KEY_TILE + own_row()] = chosen >> sub & 1 ? own[0] : -INFINITY;
+            minus_shift[(buffer * BLOCKS + sub) * KEY_TILE + own_row()] = chosen >> (bit + sub) & 1 ? shift : -INFINITY;
     }
 };
 
 // The shared memory of a block that owns KEYS keys: two buffers for tiles of q and dout and for their statistics. The
 // keys pass through these buffers on their way into registers.
-template <Branch branch, int D, int KEYS>
+template <Branch branch, int D, int KEYS, Multiplier by = WARPS>
 struct TokenBuffers {
-    static constexpr int THREADS = dkdv_threads<D, KEYS>();
+    static constexpr int THREADS = dkdv_threads<D, KEYS, by>();
+    static constexpr bool KEEPS_K = by == WARPGROUPS, KEEPS_V = keeps_v<D>();
     bf16 *q_tiles, *dout_tiles, *k_tile, *v_tile;
-    RowStatistics<branch, D, KEYS> rows;
+    RowStatistics<branch, D, KEYS, by> rows;
 
+    // Tiles first, since wgmma's begin at multiples of 1024 bytes.
     __device__ explicit TokenBuffers(DynamicShared& shared) {
         q_tiles = shared.take<bf16>(2 * KEY_TILE * D);
         dout_tiles = shared.take<bf16>(2 * KEY_TILE * D);
+        k_tile = KEEPS_K ? shared.take<bf16>(KEYS * D) : q_tiles;
+        v_tile = KEEPS_V ? shared.take<bf16>(KEYS * D) : dout_tiles;
         rows.minus_shift = shared.take<float>(2 * rows.BLOCKS * KEY_TILE);
         rows.dot = shared.take<float>(2 * KEY_TILE);
-        k_tile = q_tiles;
-        v_tile = keeps_v<D>() ? shared.take<bf16>(KEYS * D) : dout_tiles;
     }
     // Their bytes.
     static size_t bytes() {
         const size_t tiles = 2 * KEY_TILE * D * sizeof(bf16), statistics = 2 * KEY_TILE * sizeof(float);
-        return shared_bytes({tiles, tiles, statistics * sub_blocks(branch, KEYS), statistics,
-                             keeps_v<D>() ? KEYS * D * sizeof(bf16) : 0});
+        const size_t keys = KEYS * D * sizeof(bf16);
+        return shared_bytes(
+            {tiles, tiles, KEEPS_K ? keys : 0, KEEPS_V ? keys : 0, statistics * sub_blocks(branch, KEYS), statistics});
     }
     __device__ void copy_keys(const bf16* k, const bf16* v, int bg, int first_key, const AttentionShape& s) {
         const size_t group = size_t(bg * s.key_stride + first_key) * D;
@@ -641,10 +697,13 @@ struct TokenBuffers {
 };
 
 // The keys of a warp as A fragments (or in shared memory), and their sums.
-template <Branch branch, int D, int KEYS>
+template <Branch branch, int D, int KEYS, Multiplier by = WARPS>
 struct WarpKeys {
-    static constexpr int M = key_pieces<D>(), TOKENS = 16;  // tokens at a time, as many as there are registers for
-    int first_key;                                          // of the tile
+    using Buffers = TokenBuffers<branch, D, KEYS, by>;
+    static constexpr int M = key_pieces<D, by>();
+    // at a time, as many as there are registers for
+    static constexpr int TOKENS = by == WARPGROUPS ? KEY_TILE : 16;
+    int first_key;  // of the tile
     unsigned k_rows[M][D / 16][4], v_rows[M][D / 16][4];
     const bf16* v_tile;
     float dk[M][D / 8][4], dv[M][D / 8][4];
@@ -652,6 +711,9 @@ struct WarpKeys {
     // further.
     __device__ int warp_key() const { return threadIdx.x / 32 * 16 * M; }
     __device__ int lane_key() const { return warp_key() + threadIdx.x % 32 / 4; }
+    // Those that decide together whether to multiply by a tile of tokens: the warp's, or the warpgroup's.
+    static constexpr int TOGETHER = by == WARPGROUPS ? WARPGROUP_ROWS : 16 * M;
+    __device__ int low_key() const { return first_key + (by == WARPGROUPS ? 0 : warp_key()); }
     // There must be a barrier between the arrival of the tiles and this call; after it their buffers are free.
     __device__ void load(const bf16* k_tile, const bf16* v, int first) {
         first_key = first;
@@ -660,8 +722,8 @@ struct WarpKeys {
         for (int m = 0; m < M; m++)
 #pragma unroll
             for (int x = 0; x < D; x += 16) {
-                load_a<D>(k_rows[m][x / 16], k_tile, warp_key() + m * 16, x);
-                if (!keeps_v<D>()) load_a<D>(v_rows[m][x / 16], v_tile, warp_key() + m * 16, x);
+                if (!Buffers::KEEPS_K) load_a<D>(k_rows[m][x / 16], k_tile, warp_key() + m * 16, x);
+                if (!Buffers::KEEPS_V) load_a<D>(v_rows[m][x / 16], v_tile, warp_key() + m * 16, x);
             }
         clear(dk);
         clear(dv);
@@ -689,10 +751,64 @@ struct WarpKeys {
     }
     // dv += P'^T dout and dk += dS^T q over the 64 rows of the tile of tokens in a buffer. token(row): the position of
     // the row's token; called only if `masked`; otherwise all tokens see all keys of the warp whose selection block
-    // they chose.
-    template <class Token>
-    __device__ void add_tokens(const TokenBuffers<branch, D, KEYS>& buffers, int buffer, bool masked, Token token,
+    // they chose. prefetch(): starts to copy the next tile.
+    template <class Token, class Prefetch>
+    __device__ void add_tokens(const Buffers& buffers, int buffer, bool masked, Token token, Prefetch prefetch,
                                const AttentionShape& s) {
+        if constexpr (by == WARPGROUPS) add_tokens_by_warpgroup(buffers, buffer, masked, token, prefetch, s);
+        else prefetch(), add_tokens_by_warp(buffers, buffer, masked, token, s);
+    }
+    // The four warps have 16 keys each. S^T = k q^T and v dout^T come out as the next products take them.
+    template <class Token, class Prefetch>
+    __device__ void add_tokens_by_warpgroup(const Buffers& buffers, int buffer, bool masked, Token token,
+                                            Prefetch prefetch, const AttentionShape& s) {
+        const int column = threadIdx.x % 4 * 2;
+        const WgmmaTile q_tile = wgmma_tile(buffers.q_tiles + buffer * KEY_TILE * D);
+        const WgmmaTile dout_tile = wgmma_tile(buffers.dout_tiles + buffer * KEY_TILE * D);
+        const int sub_block = branch == SLC ? warp_key() >> s.slc_shift : 0;
+        const float* dot = buffers.rows.dot + buffer * KEY_TILE + column;
+        const float* minus_shift =
+            buffers.rows.minus_shift + (buffer * buffers.rows.BLOCKS + sub_block) * KEY_TILE + column;
+        float p[1][KEY_TILE / 8][4], ds[1][KEY_TILE / 8][4];
+        unsigned rounded[KEY_TILE / 16][4];
+        wgmma_fence();
+        start_product<D>(p[0], wgmma_tile(buffers.k_tile), q_tile);
+        wgmma_commit();
+        start_product<D>(ds[0], wgmma_tile(buffers.v_tile), dout_tile);
+        wgmma_commit();
+        prefetch();
+        wgmma_wait<1>(p[0]);
+        if constexpr (TOKENS == KEY_TILE)
+            if (masked) hide_tokens(p, 0, token, s);
+#pragma unroll
+        for (int n = 0; n < KEY_TILE / 8; n++) {
+            const float2 minus_lse = *reinterpret_cast<const float2*>(minus_shift + n * 8);
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                p[0][n][e] = exp2_approx(fmaf(p[0][n][e], s.scale * LOG2_E, e % 2 ? minus_lse.y : minus_lse.x));
+        }
+        wgmma_wait<0>(ds[0]);
+        round_rows(rounded, p[0]);
+        wgmma_fence();
+        start_sum(dv[0], rounded, dout_tile);
+        wgmma_commit();
+#pragma unroll
+        for (int n = 0; n < KEY_TILE / 8; n++) {
+            const float2 of_dot = *reinterpret_cast<const float2*>(dot + n * 8);
+#pragma unroll
+            for (int e = 0; e < 4; e++) ds[0][n][e] = p[0][n][e] * (ds[0][n][e] - (e % 2 ? of_dot.y : of_dot.x));
+        }
+        unsigned rounded_ds[KEY_TILE / 16][4];
+        round_rows(rounded_ds, ds[0]);
+        wgmma_fence();
+        start_sum(dk[0], rounded_ds, q_tile);
+        wgmma_commit();
+        wgmma_wait<0>(dv[0]);
+        wgmma_wait<0>(dk[0]);
+    }
+    template <class Token>
+    __device__ void add_tokens_by_warp(const Buffers& buffers, int buffer, bool masked, Token token,
+                                       const AttentionShape& s) {
         const int column = threadIdx.x % 4 * 2;
         const bf16* q_tile = buffers.q_tiles + buffer * KEY_TILE * D;
         const bf16* dout_tile = buffers.dout_tiles + buffer * KEY_TILE * D;
@@ -755,8 +871,9 @@ struct WarpKeys {
 
 // Walks tiles of tokens, each once for every head, from `at` (a tile, or a place in a list of tokens) to `end`;
 // next(at) is the one after. fetch(buffer, at, head) starts to copy and to load, store(buffer) puts the statistics it
-// loaded in their place, use(buffer, at) computes. While one is used, the next one arrives in the other buffer.
-template <class Next, class Fetch, class Store, class Use>
+// loaded in their place, use(buffer, at, prefetch) computes and calls prefetch(), which fetches. While one is used, the
+// next one arrives in the other buffer.
+template <Multiplier by, class Next, class Fetch, class Store, class Use>
 __device__ inline void for_token_tiles(int at, int end, int heads, Next next, Fetch fetch, Store store, Use use) {
     int head = 0;
     if (at < end) {
@@ -770,9 +887,11 @@ __device__ inline void for_token_tiles(int at, int end, int heads, Next next, Fe
             at = next(at);
         }
         cp_async_wait<0>();
+        if (by == WARPGROUPS) async_fence();
         __syncthreads();  // this buffer has arrived, and all warps are done with the other one
-        if (at < end) fetch(buffer ^ 1, at, head);
-        use(buffer, this_at);
+        use(buffer, this_at, [&] {
+            if (at < end) fetch(buffer ^ 1, at, head);
+        });
         if (at < end) store(buffer ^ 1);  // only now, so that nobody waits for the load
     }
 }

@@ -212,6 +212,21 @@ __device__ inline unsigned block_index_again() {
 #endif
 }
 
+// threadIdx.x and blockIdx.x, read from the hardware on every GPU: for what is computed before a loop and once more
+// behind it.
+struct Indices {
+    unsigned thread, block;
+};
+__device__ inline Indices indices_again() {
+#ifdef __CUDA_ARCH__
+    Indices x;
+    asm volatile("mov.u32 %0, %%tid.x;\nmov.u32 %1, %%ctaid.x;\n" : "=r"(x.thread), "=r"(x.block));
+    return x;
+#else
+    return {threadIdx.x, blockIdx.x};
+#endif
+}
+
 // Sums and maxima over lanes.
 
 // The sum over groups of `lanes` neighbouring lanes (a power of two), returned to each of them.

@@ -9,11 +9,13 @@ ifneq ($(HAVE_CUDA),)
   $(if $(filter BF16 FP32,$(PRECISION)),,$(error PRECISION=$(PRECISION): expected BF16 or FP32))
   $(if $(and $(BEFORE_BF16),$(filter BF16,$(PRECISION))),$(error PRECISION=BF16 needs a GPU of compute capability 8.0 \
     or later and this is for sm_$(CAPABILITY): leave PRECISION out))
-  # No kernel asks for more than compute capability 8.0, so one PTX serves sm_80 and sm_90, compiled side by side.
-  ARCH := $(SPLIT_COMPILE) $(if $(CAPABILITY),-arch=sm_$(CAPABILITY),--threads 2 \
-    $(addprefix -gencode=arch=compute_80$(comma)code=,sm_80 sm_90 compute_80))
-  ARCH_NAME := $(if $(CAPABILITY),sm_$(CAPABILITY)$(comma) $(if $(GPU_COMPUTE_CAPABILITY),as GPU_COMPUTE_CAPABILITY \
-    says,the GPU found here),no GPU here: sm_80$(comma) sm_90$(comma) and PTX for later ones); \
+  # Attention on warpgroups is in code for sm_90a alone; no other kernel asks for more than compute capability 8.0. The
+  # program for a GPU holds PTX too. Not by -arch=sm_90a, which has nvcc 13 make PTX for compute_90 as well.
+  gencode = '-gencode=arch=compute_$(1),code=[sm_$(1),compute_$(1)]'
+  ARCH := $(SPLIT_COMPILE) $(if $(CAPABILITY),$(call gencode,$(CAPABILITY:90=90a)),--threads 2 \
+    $(call gencode,80) -gencode=arch=compute_90a$(comma)code=sm_90a)
+  ARCH_NAME := $(if $(CAPABILITY),sm_$(CAPABILITY:90=90a)$(comma) $(if $(GPU_COMPUTE_CAPABILITY),as \
+    GPU_COMPUTE_CAPABILITY says,the GPU found here),no GPU here: sm_80$(comma) sm_90a$(comma) and PTX for later ones); \
     PRECISION=$(PRECISION)$(if $(BEFORE_BF16),$(comma) since bf16 needs sm_80 or later)
   FLAGS += -DUSE_CUDA $(if $(filter FP32,$(PRECISION)),-DPRECISION_FP32) $(if $(HAVE_NCCL),-DUSE_NCCL) \
     $(if $(NO_CUBLAS),-DNO_CUBLAS)

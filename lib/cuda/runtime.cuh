@@ -135,6 +135,7 @@ struct CudaRuntime {
     cudaDeviceProp properties;
     cudaStream_t stream = nullptr;
     std::string code;     // the architecture whose machine code this GPU runs, such as sm_90 or sm_90a
+    bool exact = false;   // whether that code was compiled for this GPU alone
     bool poison = false;  // tests: fresh memory holds NaN, so that a read before the first write shows
 #ifdef NO_CUBLAS
     static constexpr bool plain_matmul = true;
@@ -529,7 +530,8 @@ struct CudaRuntime {
         }
         copy(&specific, (const int*)probed, 1);
         release(probed);
-        CUDA_CHECK(name_of_code(code, properties, probe_kernel, specific));
+        exact = specific != 0;
+        CUDA_CHECK(name_of_code(code, properties, probe_kernel, exact));
     }
     [[noreturn]] void fail_out_of_memory(size_t bytes) const {
         cudaGetLastError();  // cleared, else the next launch would report it

@@ -10,20 +10,25 @@
 #include "tiles.cuh"
 
 #ifdef __CUDACC__
+// The descriptor of the PTX manual, in units of 16 bytes: low has the address and the leading offset, high the stride
+// offset and the swizzle. As two words, since only low changes from one operand to the next.
 struct WgmmaTile {
-    uint64_t bits;  // of the descriptor, by the PTX manual: address, leading and stride offset in units of 16 bytes
+    unsigned low, high;
+    __device__ uint64_t bits() const { return uint64_t(high) << 32 | low; }
 };
 // The operand that begins with this tile, which is at a multiple of 1024 bytes. leading_bytes: of an MN-major operand
 // with 128 columns, from the tile of the first 64 to that of the others.
 __device__ inline WgmmaTile wgmma_tile(const bf16* tile, unsigned leading_bytes = 0) {
-    const unsigned address = unsigned(__cvta_generic_to_shared(tile)), stride = 1024;  // from 8 rows to the next 8
-    const uint64_t swizzle_of_128_bytes = 1;
-    return {(address & 0x3ffff) >> 4 | uint64_t(leading_bytes >> 4) << 16 | uint64_t(stride >> 4) << 32 |
-            swizzle_of_128_bytes << 62};
+    constexpr unsigned STRIDE = 1024;  // from 8 rows to the next 8
+    constexpr unsigned SWIZZLE_OF_128_BYTES = 1u << 30;
+    const unsigned address = unsigned(__cvta_generic_to_shared(tile));
+    return {(address & 0x3ffff) >> 4 | leading_bytes >> 4 << 16, STRIDE >> 4 | SWIZZLE_OF_128_BYTES};
 }
 // The operand so many bytes further, a multiple of 16: 32 for the next 16 columns of a K-major one, 2048 for the next
 // 16 rows of an MN-major one, 8192 for the next tile of either.
-__device__ inline WgmmaTile operator+(WgmmaTile tile, int bytes) { return {tile.bits + (bytes >> 4)}; }
+__device__ inline WgmmaTile operator+(WgmmaTile tile, int bytes) {
+    return {tile.low + unsigned(bytes >> 4), tile.high};
+}
 
 // Orders what this thread did to registers before the wgmma that come: call it before the first one of a batch, after
 // the last write to their accumulators and A registers.
@@ -36,6 +41,14 @@ __device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.al
 template <int GROUPS>
 __device__ inline void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(GROUPS) : "memory");
+}
+// The same, behind which c is what the wgmma made of it: the compiler takes c for written where they are issued, and
+// could read it too early.
+template <int GROUPS, int N>
+__device__ inline void wgmma_wait(float (&c)[N][4]) {
+    wgmma_wait<GROUPS>();
+#pragma unroll
+    for (int n = 0; n < N; n++) asm volatile("" : "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])::"memory");
 }
 // Lets wgmma see what this thread has written to shared memory, by copies too, once it has waited for them. It comes
 // before the barrier behind which the wgmma are issued.
@@ -69,29 +82,29 @@ __device__ inline void async_fence() { asm volatile("fence.proxy.async.shared::c
 // What c held before is not read.
 template <int N>
 __device__ inline void wgmma_first(float (&c)[N][4], WgmmaTile a, WgmmaTile b) {
-    WGMMA("=f", "%32, %33, 0, 1, 1, 0, 0", "%64, %65, 0, 1, 1, 0, 0", "l"(a.bits), "l"(b.bits));
+    WGMMA("=f", "%32, %33, 0, 1, 1, 0, 0", "%64, %65, 0, 1, 1, 0, 0", "l"(a.bits()), "l"(b.bits()));
 }
 // c (64 x 8 N) += a b^T over 16 columns of each.
 // Both are K-major.
 template <int N>
 __device__ inline void wgmma_add(float (&c)[N][4], WgmmaTile a, WgmmaTile b) {
-    WGMMA("+f", "%32, %33, 1, 1, 1, 0, 0", "%64, %65, 1, 1, 1, 0, 0", "l"(a.bits), "l"(b.bits));
+    WGMMA("+f", "%32, %33, 1, 1, 1, 0, 0", "%64, %65, 1, 1, 1, 0, 0", "l"(a.bits()), "l"(b.bits()));
 }
 // The same two with a (64 x 16) in registers.
 // They hold the fragment of mma_m16n8k16.
 template <int N>
 __device__ inline void wgmma_first(float (&c)[N][4], const unsigned (&a)[4], WgmmaTile b) {
-    WGMMA("=f", "{%32,%33,%34,%35}, %36, 0, 1, 1, 0", "{%64,%65,%66,%67}, %68, 0, 1, 1, 0", WGMMA_A, "l"(b.bits));
+    WGMMA("=f", "{%32,%33,%34,%35}, %36, 0, 1, 1, 0", "{%64,%65,%66,%67}, %68, 0, 1, 1, 0", WGMMA_A, "l"(b.bits()));
 }
 template <int N>
 __device__ inline void wgmma_add(float (&c)[N][4], const unsigned (&a)[4], WgmmaTile b) {
-    WGMMA("+f", "{%32,%33,%34,%35}, %36, 1, 1, 1, 0", "{%64,%65,%66,%67}, %68, 1, 1, 1, 0", WGMMA_A, "l"(b.bits));
+    WGMMA("+f", "{%32,%33,%34,%35}, %36, 1, 1, 1, 0", "{%64,%65,%66,%67}, %68, 1, 1, 1, 0", WGMMA_A, "l"(b.bits()));
 }
 // c (64 x 8 N) += a b, a (64 x 16) in registers; b is MN-major, 16 rows along k and 8 N columns.
 // With N = 16 its tile has the leading_bytes.
 template <int N>
 __device__ inline void wgmma_add_columns(float (&c)[N][4], const unsigned (&a)[4], WgmmaTile b) {
-    WGMMA("+f", "{%32,%33,%34,%35}, %36, 1, 1, 1, 1", "{%64,%65,%66,%67}, %68, 1, 1, 1, 1", WGMMA_A, "l"(b.bits));
+    WGMMA("+f", "{%32,%33,%34,%35}, %36, 1, 1, 1, 1", "{%64,%65,%66,%67}, %68, 1, 1, 1, 1", WGMMA_A, "l"(b.bits()));
 }
 #undef WGMMA
 #undef WGMMA_A
@@ -101,3 +114,36 @@ __device__ inline void wgmma_add_columns(float (&c)[N][4], const unsigned (&a)[4
 #undef WGMMA_4_ROWS
 #undef WGMMA_8_ROWS
 #endif
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The same products by a warpgroup: four warps that have 16 rows each, of 64. Its C fragments are those of mma, and
+// they become A fragments as above; a tile of 64 columns lies in shared memory as wgmma reads it. These functions only
+// start: the sums are there when wgmma_wait says so, and until then neither they nor what is multiplied may be touched.
+
+// c (64 x 64) = A B^T over all D columns; A in shared memory, or this warp's rows of it in registers
+template <int D>
+__device__ inline void start_product(float (&c)[KEY_TILE / 8][4], WgmmaTile a, WgmmaTile b) {
+    wgmma_first(c, a, b);
+#pragma unroll
+    for (int x = 16; x < D; x += 16) wgmma_add(c, a + x * 2, b + x * 2);
+}
+template <int D>
+__device__ inline void start_product(float (&c)[KEY_TILE / 8][4], const unsigned (&a)[D / 16][4], WgmmaTile b) {
+    wgmma_first(c, a[0], b);
+#pragma unroll
+    for (int x = 16; x < D; x += 16) wgmma_add(c, a[x / 16], b + x * 2);
+}
+// c (64 x 64) += P B; P (64 x 64) rounded to bf16 by round_rows, B the 64 rows of a tile
+template <int N>
+__device__ inline void start_sum(float (&c)[N][4], const unsigned (&p)[KEY_TILE / 16][4], WgmmaTile b) {
+#pragma unroll
+    for (int k = 0; k < KEY_TILE / 16; k++) wgmma_add_columns(c, p[k], b + k * 16 * 128);
+}
+// a = p as A fragments
+template <int N>
+__device__ inline void round_rows(unsigned (&a)[N / 2][4], const float (&p)[N][4]) {
+#pragma unroll
+    for (int k = 0; k < N / 2; k++)
+#pragma unroll
+        for (int r = 0; r < 4; r++) a[k][r] = pack_bf16(p[2 * k + r / 2][r % 2 * 2], p[2 * k + r / 2][r % 2 * 2 + 1]);
+}

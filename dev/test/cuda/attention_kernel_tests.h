@@ -200,12 +200,18 @@ struct Worst {
     }
 };
 
+// Whether this GPU's code multiplies heads of dimension D by warpgroups.
+inline bool device_has_warpgroups(int D) {
+    static const GpuCode gpu = Cuda(0, size_t(1) << 20).gpu_code();
+    return has_attention_kernel(ATTENTION_KERNELS[WARPGROUPS_KERNEL], false, gpu, D);
+}
+
 // Scratch memory for the kernels, and AUTO's choice.
 struct AttentionScratch {
     DeviceArray<char> data;
     DeviceArray<SelectedChoice> choice;
-    AttentionScratch(Branch branch, const NsaShape& s, SelectedKernel kernel, bool backward)
-        : data(attention_workspace_bytes(branch, s, kernel, backward)), choice(1) {}
+    AttentionScratch(Branch branch, const NsaShape& s, AttentionPath path, bool backward)
+        : data(attention_workspace_bytes(branch, s, path, backward)), choice(1) {}
     operator AttentionWorkspace() const { return {data.data, choice.data}; }
 };
 
@@ -292,13 +298,10 @@ inline void expect_backward(Expected& e, const Inputs& in) {
         e.dk_limit[i] += (U16 + 2 * E32) * std::fabs(e.dk[i]), e.dv_limit[i] += (U16 + 2 * E32) * std::fabs(e.dv[i]);
 }
 
-inline void check_attention(const Inputs& in, Worst* worst, bool backward = true,
-                            SelectedKernel kernel = SelectedKernel::TILES) {
+inline void check_attention(const Inputs& in, const Expected& e, Worst* worst, bool backward, AttentionPath kernel) {
     const NsaShape& s = in.s;
     const Branch branch = in.branch;
     const size_t D = size_t(s.D), rows = in.rows(), key_rows = size_t(s.B) * s.G * size_t(in.stride());
-    Expected e = expected_forward(in);
-    if (backward) expect_backward(e, in);
     DeviceArray<bf16> q(in.q), k(in.k), v(in.v), dout(in.dout);
     DeviceArray<uint32_t> selection(in.selection);
     DeviceArray<float> device_dot(e.row_dot), device_lse(e.lse_gated);
@@ -350,6 +353,14 @@ inline void check_attention(const Inputs& in, Worst* worst, bool backward = true
         }
     }
     draw_order(0, s);
+}
+// The same by all that multiply heads of this dimension.
+inline void check_attention(const Inputs& in, Worst* worst, bool backward = true,
+                            SelectedKernel kernel = SelectedKernel::TILES) {
+    Expected e = expected_forward(in);
+    if (backward) expect_backward(e, in);
+    check_attention(in, e, worst, backward, kernel);
+    if (device_has_warpgroups(in.s.D)) check_attention(in, e, worst, backward, {kernel, true});
 }
 // A query may choose every block here, so slc_count says so: it bounds the workspace.
 inline Inputs gather_inputs(NsaShape s, double density = 0.4, double scale = 1) {
@@ -695,15 +706,27 @@ TEST(attention_kernels_refuse) {
     s = shape(0, 3), s.queries = 0;
     forward(WIN, s);  // nothing to do
     using Names = std::vector<std::string>;
-    CHECK(attention_kernel_names(true) == Names({"plain"}) && attention_kernel_names(false, 75) == Names({"plain"}) &&
-          attention_kernel_names(false, 90, 48) == Names({"plain"}) &&
-          attention_kernel_names(false, 90, 64, 48) == Names({"plain"}) &&
-          attention_kernel_names(false, 90, 64) == Names({"gathered_rows", "tensor_cores", "plain"}));
+    const auto names = [](GpuCode gpu, int D = 0, int Dv = 0) { return attention_kernel_names(false, gpu, D, Dv); };
+    CHECK(attention_kernel_names(true) == Names({"plain"}) && names({75}) == Names({"plain"}) &&
+          names({90}, 48) == Names({"plain"}) && names({90}, 64, 48) == Names({"plain"}));
+    const Names portable = {"gathered_rows", "tensor_cores", "plain"};
+    CHECK(names({90, true}, 64) == Names({"gathered_rows", "warpgroups", "tensor_cores", "plain"}));
+    // Warpgroups: heads of 64, and code for sm_90a that runs on a GPU of 9.0.
+    CHECK(names({90}, 64) == portable && names({90, true}, 128) == portable && names({100, true}, 64) == portable);
+    CHECK(automatic_attention_kernels(false, {90, true}) == "gathered_rows or warpgroups or tensor_cores" &&
+          automatic_attention_kernels(false, {90}) == "gathered_rows or tensor_cores" &&
+          automatic_attention_kernels(true, {90, true}) == "plain");
     Cuda dev(0, TEST_WORKSPACE);
+    dev.choose_attention("warpgroups");
+    CHECK_FAILS(2, "--attention-kernel warpgroups is not for heads of dimension 128",
+                dev.check_shape(shape(64, 3, 1, 128)));
+    if (device_has_warpgroups(64)) dev.check_shape(shape(64, 3));
+    else CHECK_FAILS(2, "warpgroups is not for heads of dimension 64", dev.check_shape(shape(64, 3)));
     dev.choose_attention("gathered_rows");
     CHECK_FAILS(2, "choose --attention-kernel tensor_cores", dev.check_shape(shape(64, 97)));
     std::string code;
-    CHECK(name_of_code(code, dev.properties, probe_kernel, true) == cudaSuccess && code == dev.code + "a");
+    CHECK(name_of_code(code, dev.properties, probe_kernel, true) == cudaSuccess && code.back() == 'a');
+    CHECK(name_of_code(code, dev.properties, probe_kernel, dev.exact) == cudaSuccess && code == dev.code);
     // All of that at once, before a run begins.
     s = shape(64, 3);
     check_shape(s);

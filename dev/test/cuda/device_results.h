@@ -111,11 +111,12 @@ inline void run_case(Arrays& found, const Arrays& file, const Case& c) {
         dq(input("before", rows * D));
     const std::vector<int32_t>& chosen = file.bits.at(c.name + ": chosen");
     const DeviceArray<uint32_t> selection(std::vector<uint32_t>(chosen.begin(), chosen.end()));
-    attention_forward(c.branch, out.data, lse.data, q.data, k.data, v.data, selection.data, s, c.kernel,
-                      AttentionScratch(c.branch, s, c.kernel, false), nullptr);
+    const AttentionPath path = {c.kernel, device_has_warpgroups(s.D)};
+    attention_forward(c.branch, out.data, lse.data, q.data, k.data, v.data, selection.data, s, path,
+                      AttentionScratch(c.branch, s, path, false), nullptr);
     attention_backward(c.branch, {dq.data, true, dk.data, dv.data, dout.data, row_dot.data, lse_gated.data},
-                       {q.data, k.data, v.data, selection.data}, s, c.kernel,
-                       AttentionScratch(c.branch, s, c.kernel, true), nullptr);
+                       {q.data, k.data, v.data, selection.data}, s, path, AttentionScratch(c.branch, s, path, true),
+                       nullptr);
     const std::pair<const char*, std::vector<double>> arrays[] = {{"out", out.download()},
                                                                   {"lse", lse.download()},
                                                                   {"dq", dq.download()},

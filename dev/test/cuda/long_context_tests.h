@@ -31,7 +31,7 @@ struct Results {
     std::vector<float> lse, dq;
     SelectedChoice choice;
 };
-inline Results run_selected(const Inputs& in, SelectedKernel kernel, SelectedKernel kernel_backward) {
+inline Results run_selected(const Inputs& in, AttentionPath kernel, AttentionPath kernel_backward) {
     const NsaShape& s = in.s;
     const size_t D = size_t(s.D), rows = in.rows(), key_rows = s.key_rows();
     DeviceArray<bf16> q(in.q), k(in.k), v(in.v), dout(in.dout), out(rows * D), dk(key_rows * D), dv(key_rows * D);
@@ -42,9 +42,9 @@ inline Results run_selected(const Inputs& in, SelectedKernel kernel, SelectedKer
     attention_backward(SLC, {dq.data, true, dk.data, dv.data, dout.data, row_dot.data, lse.data},
                        {q.data, k.data, v.data, selection.data}, s, kernel_backward, backward, nullptr);
     return {out.raw(), dk.raw(), dv.raw(),
-            lse.raw(), dq.raw(), kernel == SelectedKernel::AUTO ? backward.choice.raw()[0] : SelectedChoice()};
+            lse.raw(), dq.raw(), kernel.selected == SelectedKernel::AUTO ? backward.choice.raw()[0] : SelectedChoice()};
 }
-inline Results run_selected(const Inputs& in, SelectedKernel kernel) { return run_selected(in, kernel, kernel); }
+inline Results run_selected(const Inputs& in, AttentionPath kernel) { return run_selected(in, kernel, kernel); }
 template <class T>
 double relative_difference(const std::vector<T>& a, const std::vector<T>& b) {
     double difference = 0, square = 0;
@@ -286,6 +286,11 @@ TEST(attention_kernels_gather_automatic_choice) {
     NsaShape s = shape(512, 3);
     CHECK(resolve_selected<64>(SelectedKernel::AUTO, s) ==
           SelectedKernel::TILES);  // 8 blocks, of which a query takes 4
+    // Warpgroups take dK and dV by lists all the same.
+    const AttentionPath warpgroups = {SelectedKernel::AUTO, true};
+    CHECK(resolve_selected<64>(warpgroups, s, false) == SelectedKernel::TILES);
+    CHECK(resolve_selected<64>(warpgroups, s, true) == SelectedKernel::AUTO);
+    CHECK(resolve_selected<32>(warpgroups, s, true) == SelectedKernel::TILES);
     s.T = s.queries = 513;
     CHECK(resolve_selected<64>(SelectedKernel::AUTO, s) == SelectedKernel::AUTO);
     s.first = 512, s.queries = 1;
@@ -300,6 +305,26 @@ TEST(attention_kernels_gather_automatic_choice) {
     CHECK_EQUAL(narrow.tiles, (65536 + narrow.tile_tokens - 1) / narrow.tile_tokens);
     s = shape(4096, 49, 1, 128);
     CHECK_FAILS(2, "gathered rows have room for 48", resolve_selected<128>(SelectedKernel::GATHER, s));
+}
+// Beside tiles on warpgroups gathering has another cost. At 512 tokens dQ and the forward pass are tiles', dK and dV
+// lists'.
+TEST(attention_kernels_gather_beside_warpgroups) {
+    using namespace long_context_tests;
+    if (!device_has_warpgroups(64)) return;
+    const Inputs in(shape(512, 3), SLC, 1, 44, 0.2);
+    const SelectedKernel automatic = SelectedKernel::AUTO, tiles = SelectedKernel::TILES,
+                         lists = SelectedKernel::GATHER;
+    const Results found = run_selected(in, {automatic, true});
+    CHECK_EQUAL(found.choice.gather, 0);
+    Results expected = run_selected(in, {tiles, true});
+    const Results gathered = run_selected(in, {tiles, true}, {lists, true});
+    expected.dk = gathered.dk, expected.dv = gathered.dv;
+    check_same(found, expected);
+    check_close(found, run_selected(in, tiles));
+    // Long enough that the forward pass is AUTO's by mma too: the costs have the ratio that was measured.
+    const Inputs longer(shape(544, 3), SLC, 1, 45, 0.2);
+    CHECK_NEAR(run_selected(longer, {automatic, true}).choice.cost,
+               GATHERED_BESIDE_WARPGROUPS * run_selected(longer, automatic).choice.cost, 1e-5);
 }
 // For heads of 128 AUTO takes masked tiles forward, also where it gathers for dQ.
 TEST(attention_kernels_gather_forward_of_wide_heads) {
