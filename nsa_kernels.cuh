@@ -1323,13 +1323,8 @@ __device__ inline void attend(bf16* out, float* lse, const bf16* q, const bf16* 
         for (int i = 0; i < 2; i++) {
             const float sum = row_sum(total[m][i]);
             const long long row = block.row(m, i, s);
-            if (row < 0) continue;
-            const float inverse = sum > 0 ? 1 / sum : 0;
-#pragma unroll
-            for (int x = 0; x < D / 8; x++)
-                *reinterpret_cast<__nv_bfloat162*>(out + size_t(row) * D + x * 8 + lane % 4 * 2) =
-                    __floats2bfloat162_rn(sums[m][x][2 * i] * inverse, sums[m][x][2 * i + 1] * inverse);
-            if (lane % 4 == 0) lse[row] = sum > 0 ? shift[m][i] / LOG2_E + logf(sum) : INFINITY;
+            store_row(out + row * D, sums[m], i, sum > 0 ? 1 / sum : 0, row >= 0);
+            if (row >= 0 && lane % 4 == 0) lse[row] = sum > 0 ? shift[m][i] / LOG2_E + logf(sum) : INFINITY;
         }
 }
 // The budgets of this and the following kernels: cycles of an sm_90 multiprocessor for 16 rows and 64 keys (one head),
@@ -1719,7 +1714,7 @@ __device__ inline void compute_importances(const ScoreBuffers<D>& buffers, const
                                     s.keys - key_tile * KEY_TILE);
         cp_async_commit();
     };
-    copy_queries<D>(buffers.q_tile, q + q_offset<D>(tile, s), size_t(s.queries) * D, D, rows, tile.tokens, s);
+    copy_queries<D>(buffers.q_tile, q + q_offset<D>(tile, s), size_t(s.queries) * D, D, rows, tile, s);
     copy_keys(0);
     for (int row = threadIdx.x; row < rows; row += SCORE_THREADS) {
         const long long at = query_row(tile, row, s);

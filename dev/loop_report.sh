@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
 # What the inner loops of the tensor-core kernels consist of on sm_80 and sm_90a, counted in the machine code:
 # instructions per mma (m16n8k16; a wgmma of 64 columns counts as the 8 that each of its warps would need), ldmatrix,
-# exponentials, branches. Every instruction of the loop counts, also those
-# that most passes jump over, such as masks. A loop with an integer division (some 20 instructions) or with a register
-# in memory fails.
+# exponentials, branches. Every instruction of the loop counts, also those that most passes jump over, such as masks. A
+# loop with an integer division (some 20 instructions) or with a register in memory fails.
 #     dev/loop_report.sh [SOURCE]        default train_nsa.cu
 # Needs nvcc, and cuobjdump, which comes with it (if it is elsewhere: CUOBJDUMP=). Ends with "N passed, N failed".
 #
 # How to read the figures: a multiprocessor has four schedulers, each of which issues one instruction a cycle. An mma
-# keeps a scheduler's tensor core busy for 8 cycles on sm_80 and for about 6.5 on sm_90 (4 through wgmma), an exponential (MUFU) takes 8, and an ldmatrix.x4 takes 4 cycles of the shared memory of all four. So a
-# loop is near the limit of the tensor cores if it has at most 6 instructions per mma, and fewer than 2 ldmatrix per 5
-# mma.
+# keeps a scheduler's tensor core busy for 8 cycles on sm_80 and for about 6.5 on sm_90 (4 through wgmma), an
+# exponential (MUFU) takes 8, and an ldmatrix.x4 takes 4 cycles of the shared memory of all four. So a loop is near the
+# limit of the tensor cores if it has at most 6 instructions per mma, and fewer than 2 ldmatrix per 5 mma. A loop with
+# wgmma works at 64 keys for the 16 rows of a warp.
 set -uo pipefail
 case ${1:-} in -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
 cd "$(dirname "$0")/.." || exit 2
@@ -25,8 +25,8 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 failed=0 passed=0
 for arch in sm_80 sm_90a; do
-    if ! "$nvcc" -x cu -std=c++17 -O3 -gencode=arch=compute_${arch#sm_},code=$arch -diag-suppress 1675 -Xcompiler -w -DUSE_CUDA -DNSA_WITHOUT_MAIN \
-        -cubin -o "$work/cubin" "$source" >"$work/log" 2>&1; then
+    if ! "$nvcc" -x cu -std=c++17 -O3 -gencode="arch=compute_${arch#sm_},code=$arch" -diag-suppress 1675 \
+        -Xcompiler -w -DUSE_CUDA -DNSA_WITHOUT_MAIN -cubin -o "$work/cubin" "$source" >"$work/log" 2>&1; then
         cat "$work/log"
         echo "$source does not compile for $arch"
         failed=$((failed + 1))

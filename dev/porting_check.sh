@@ -48,7 +48,7 @@ check() {
     make*GPU=hip*) if need hipcc; then rehearse "$command"; else skip "$command" 'no hipcc'; fi ;;
     'make GPU_COMPUTE_CAPABILITY='*)
         if ! need nvcc; then skip "$command" 'no nvcc'
-        else try "$command" "make -n ${command#make } | grep -e ' -arch=sm_${command#*=} '" empty; fi ;;
+        else try "$command" "make -n ${command#make } | grep -e 'code=.sm_${command#*=},'" empty; fi ;;
     'make NVCC=FOLDER'*)
         if ! need nvcc; then skip "$command" 'no nvcc'
         else try "$command" "make -n NVCC=$(command -v nvcc) ${command#*/nvcc } | grep -e -cudart" empty; fi ;;

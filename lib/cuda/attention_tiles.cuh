@@ -92,7 +92,7 @@ struct Divisor {
 // What kernels need to know of NsaShape. Index bg = b * G + g counts the groups of all sequences.
 struct AttentionShape {
     int batch_groups, G, heads, H;  // B * G; groups; query heads of a group, of all groups
-    Divisor by_heads, by_slc_tiles;
+    Divisor by_heads, by_tile_tokens, by_slc_tiles;
     int first, queries;      // positions first .. first + queries - 1
     int keys, key_stride;    // keys that the last query may see; rows of the key arrays per group
     int query_rows;          // that a tile of queries has room for
@@ -119,6 +119,7 @@ inline AttentionShape attention_shape(Branch branch, const NsaShape& s, int tile
     a.key_stride = branch == CMP ? s.cmp_capacity() : s.T;
     a.query_rows = query_rows || tile_tokens ? query_rows : query_rows_of_device(s.D, true);
     a.tile_tokens = tile_tokens ? tile_tokens : std::min({MOST_TILE_TOKENS, a.query_rows / a.heads, s.queries});
+    a.by_tile_tokens = Divisor(a.tile_tokens);
     a.tiles = (s.queries + a.tile_tokens - 1) / a.tile_tokens;
     a.l = s.l;
     a.d = s.d;
@@ -322,14 +323,19 @@ __device__ inline QueryTile query_tile(const AttentionShape& s, int block = int(
     const int tile = s.tiles - 1 - block / s.batch_groups, j0 = tile * s.tile_tokens;
     return {block % s.batch_groups, j0, min(s.tile_tokens, s.queries - j0)};
 }
-// Row of [B, H, queries] for a query of the tile
-__device__ inline long long row_of_query(const QueryTile& tile, int head, int token, const AttentionShape& s) {
-    return ((long long)tile.bg * s.heads + head) * s.queries + tile.j0 + token;
+// Which query a row of the tile is, if any.
+struct RowOfTile {
+    int head, token;
+    bool query;
+};
+__device__ inline RowOfTile row_of_tile(const QueryTile& tile, int row, const AttentionShape& s) {
+    const int head = s.by_tile_tokens.of(row), token = row - head * s.tile_tokens;
+    return {head, token, head < s.heads && token < tile.tokens};
 }
-// The same for a row of the tile, or -1 if it is no query.
+// Row of [B, H, queries] for a row of the tile, or -1 if it is no query.
 __device__ inline long long query_row(const QueryTile& tile, int row, const AttentionShape& s) {
-    const int head = row / s.tile_tokens, token = row % s.tile_tokens;
-    return head < s.heads && token < tile.tokens ? row_of_query(tile, head, token, s) : -1;
+    const RowOfTile r = row_of_tile(tile, row, s);
+    return r.query ? ((long long)tile.bg * s.heads + r.head) * s.queries + tile.j0 + r.token : -1;
 }
 // Where the tile's first row begins in q [B, H, queries, D] and in dout [B, queries, H, D]
 template <int D>
@@ -340,19 +346,15 @@ template <int D>
 __device__ inline size_t dout_offset(const QueryTile& tile, const AttentionShape& s) {
     return ((size_t(tile.bg / s.G) * s.queries + tile.j0) * s.H + size_t(tile.bg % s.G) * s.heads) * D;
 }
-// The rows of a tile of queries, from heads and tokens that are head_stride and token_stride elements apart; the first
-// `tokens` of the tile exist.
+// to = the rows of a tile of queries, from heads and tokens that are head_stride and token_stride elements apart
 template <int D>
-__device__ inline void copy_queries(bf16* tile, const bf16* in, size_t head_stride, size_t token_stride, int rows,
-                                    int tokens, const AttentionShape& s) {
+__device__ inline void copy_queries(bf16* to, const bf16* in, size_t head_stride, size_t token_stride, int rows,
+                                    const QueryTile& tile, const AttentionShape& s) {
     for (int i = threadIdx.x; i < rows * (D / 8); i += blockDim.x) {
-        const int row = i / (D / 8);
-        const int chunk = i % (D / 8);
-        const int head = row / s.tile_tokens;
-        const int token = row % s.tile_tokens;
-        const bool valid = head < s.heads && token < tokens;
-        cp_async_16(tile + chunk_at<D>(row, chunk),
-                    valid ? in + head * head_stride + token * token_stride + chunk * 8 : in, valid);
+        const int row = i / (D / 8), chunk = i % (D / 8);
+        const RowOfTile r = row_of_tile(tile, row, s);
+        cp_async_16(to + chunk_at<D>(row, chunk),
+                    r.query ? in + r.head * head_stride + r.token * token_stride + chunk * 8 : in, r.query);
     }
 }
 
@@ -368,9 +370,10 @@ __device__ inline unsigned ends_of_rows(const QueryTile& tile, int first_row, co
     unsigned bytes = 0;
     for (int m = 0; m < M; m++)
         for (int i = 0; i < 2; i++) {
-            const int row = first_row + m * 16 + i * 8 + threadIdx.x % 32 / 4, t0 = s.first + tile.j0;
-            const int difference = end_of_keys<branch>(t0 + row % s.tile_tokens, s) - end_of_keys<branch>(t0, s);
-            bytes |= unsigned(query_row(tile, row, s) < 0 ? NO_QUERY : difference) << (m * 16 + i * 8);
+            const RowOfTile r = row_of_tile(tile, first_row + m * 16 + i * 8 + int(threadIdx.x) % 32 / 4, s);
+            const int t0 = s.first + tile.j0;
+            const int difference = end_of_keys<branch>(t0 + r.token, s) - end_of_keys<branch>(t0, s);
+            bytes |= unsigned(r.query ? difference : NO_QUERY) << (m * 16 + i * 8);
         }
     return bytes;
 }
@@ -537,9 +540,9 @@ struct QueryBlock {
             selection += (size_t(tile.bg) * s.queries + tile.j0) * s.words;
             find_used_key_tiles(used, selection, tile.tokens, end_tile, s);
         }
-        copy_queries<D>(q_tile, q + q_offset<D>(tile, s), size_t(s.queries) * D, D, rows, tile.tokens, s);
+        copy_queries<D>(q_tile, q + q_offset<D>(tile, s), size_t(s.queries) * D, D, rows, tile, s);
         if constexpr (BACKWARD)
-            copy_queries<D>(dout_tile, dout + dout_offset<D>(tile, s), D, size_t(s.H) * D, rows, tile.tokens, s);
+            copy_queries<D>(dout_tile, dout + dout_offset<D>(tile, s), D, size_t(s.H) * D, rows, tile, s);
         cp_async_commit();
         if (branch == SLC) __syncthreads();
     }
@@ -849,21 +852,19 @@ struct WarpKeys {
             const int m = row / 2;
             const int i = row % 2;
             const int key = lane_key() + row * 8;
-            if (first_key + key >= s.keys) continue;
-            const size_t at = size_t(bg * s.key_stride + first_key + key) * D + column;
+            const bool exists = first_key + key < s.keys;
+            if (!partial) {
+                const size_t at = size_t(bg * s.key_stride + first_key + key) * D;
+                store_row(dk_out + at, dk[m], i, s.scale, exists);
+                store_row(dv_out + at, dv[m], i, 1, exists);
+                continue;
+            }
 #pragma unroll
-            for (int x = 0; x < D / 8; x++) {
-                const float2 dk_pair = make_float2(dk[m][x][2 * i] * s.scale, dk[m][x][2 * i + 1] * s.scale);
-                const float2 dv_pair = make_float2(dv[m][x][2 * i], dv[m][x][2 * i + 1]);
-                if (partial) {
-                    *reinterpret_cast<float2*>(partial + key * D + column + x * 8) = dk_pair;
-                    *reinterpret_cast<float2*>(partial + (KEY_TILE + key) * D + column + x * 8) = dv_pair;
-                } else {
-                    *reinterpret_cast<__nv_bfloat162*>(dk_out + at + x * 8) =
-                        __floats2bfloat162_rn(dk_pair.x, dk_pair.y);
-                    *reinterpret_cast<__nv_bfloat162*>(dv_out + at + x * 8) =
-                        __floats2bfloat162_rn(dv_pair.x, dv_pair.y);
-                }
+            for (int x = 0; x < D / 8 && exists; x++) {
+                *reinterpret_cast<float2*>(partial + key * D + column + x * 8) =
+                    make_float2(dk[m][x][2 * i] * s.scale, dk[m][x][2 * i + 1] * s.scale);
+                *reinterpret_cast<float2*>(partial + (KEY_TILE + key) * D + column + x * 8) =
+                    make_float2(dv[m][x][2 * i], dv[m][x][2 * i + 1]);
             }
         }
     }

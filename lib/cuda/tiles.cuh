@@ -146,6 +146,34 @@ __device__ inline void clear(float (&c)[M][N][4]) {
 #pragma unroll
             for (int e = 0; e < 4; e++) c[m][n][e] = 0;
 }
+// to [8 N] = factor * row lane / 4 + 8 i of c (16 x 8 N), if it `exists`. All lanes take part: the four of a row
+// exchange what they hold, so that each stores 16 bytes, of pieces of 8 columns that are four apart.
+template <int N>
+__device__ inline void store_row(bf16* to, const float (&c)[N][4], int i, float factor, bool exists) {
+    const int lane = threadIdx.x % 4;
+    unsigned pairs[N];
+#pragma unroll
+    for (int n = 0; n < N; n++) pairs[n] = pack_bf16(c[n][2 * i] * factor, c[n][2 * i + 1] * factor);
+    if constexpr (N < 4) {  // 16 columns
+        for (int n = 0; n < N && exists; n++) *reinterpret_cast<unsigned*>(to + n * 8 + lane * 2) = pairs[n];
+    } else {
+#pragma unroll
+        for (int step = 1; step <= 2; step *= 2)
+#pragma unroll
+            for (int n = 0; n < N; n++) {
+                if (n & step) continue;
+                const bool upper = lane & step;  // keeps the piece with the bit, as its number has it
+                const unsigned other = __shfl_xor_sync(~0u, upper ? pairs[n] : pairs[n + step], step);
+                if (upper) pairs[n] = other;
+                else pairs[n + step] = other;
+            }
+#pragma unroll
+        for (int n = 0; n < N; n += 4)
+            if (exists)
+                *reinterpret_cast<uint4*>(to + (n + lane) * 8) =
+                    make_uint4(pairs[n], pairs[n + 1], pairs[n + 2], pairs[n + 3]);
+    }
+}
 // The largest value, or the sum, of the four lanes that share a row of C.
 __device__ inline float row_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
