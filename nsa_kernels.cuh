@@ -360,7 +360,8 @@ __global__ void silu_backward_kernel(cuda_real* dx, const cuda_real* dout, const
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Classifier, one block per row of logits. The first pass reads the row and keeps a running maximum and the sum of
-// exponentials relative to it; the second overwrites the row with the gradient.
+// exponentials relative to it; the second overwrites the row with the gradient. Where two rows fit into a
+// multiprocessor's shared memory, the first pass leaves its row there for the second.
 
 struct Softmax {
     float largest, sum;  // of e^(x - largest)
@@ -374,7 +375,7 @@ struct Softmax {
 // x = logits v0.. of a row; the padded columns from V on, which may hold anything, weigh nothing.
 template <int W>
 __device__ inline void load_logits(float (&x)[W], const cuda_real* row, int v0, int V) {
-    load(x, row + v0);
+    if (v0 < V) load(x, row + v0);
     if (v0 + W <= V) return;
     for (int k = 0; k < W; k++) x[k] = v0 + k < V ? x[k] : -INFINITY;
 }
@@ -383,7 +384,7 @@ __device__ inline void load_logits(float (&x)[W], const cuda_real* row, int v0, 
 // four on each of 132 are 53 MB, which an H100's L2 does not hold until they are read again.
 constexpr int CLASSIFIER_THREADS = 1024;
 
-template <int W>
+template <int W, bool KEEPS_ROW>
 __global__ void __launch_bounds__(CLASSIFIER_THREADS)
     classifier_kernel(float* losses, cuda_real* logits, const int32_t* targets, float dloss, bool want_gradient, int V,
                       int Vp) {
@@ -392,10 +393,16 @@ __global__ void __launch_bounds__(CLASSIFIER_THREADS)
     const int warp = threadIdx.x / 32;
     const int target = targets[blockIdx.x];
     cuda_real* row = logits + size_t(blockIdx.x) * Vp;
+    cuda_real* kept = row;
+    if constexpr (KEEPS_ROW) {
+        DynamicShared shared;
+        kept = shared.take<cuda_real>(size_t(Vp));
+    }
     Softmax softmax = {-INFINITY, 0};
     float x[W];
     for (int v0 = threadIdx.x * W; v0 < V; v0 += CLASSIFIER_THREADS * W) {
         load_logits(x, row, v0, V);
+        if constexpr (KEEPS_ROW) store(kept + v0, x);  // what this thread will read again
         float largest = -INFINITY, sum = 0;
         for (int k = 0; k < W; k++) largest = fmaxf(largest, x[k]);
         for (int k = 0; k < W; k++) sum += exp_approx(x[k] - largest);
@@ -418,7 +425,7 @@ __global__ void __launch_bounds__(CLASSIFIER_THREADS)
     const int passes = (Vp - int(threadIdx.x) * W + CLASSIFIER_THREADS * W - 1) / (CLASSIFIER_THREADS * W);
     for (int pass = passes - 1; pass >= 0; pass--) {
         const int v0 = (pass * CLASSIFIER_THREADS + int(threadIdx.x)) * W;
-        load_logits(x, row, v0, V);
+        load_logits(x, kept, v0, V);
         for (int k = 0; k < W; k++) x[k] = exp_approx(x[k] - softmax.largest) * factor;
         if (unsigned(target - v0) < unsigned(W))
             for (int k = 0; k < W; k++) x[k] -= v0 + k == target ? dloss : 0;
@@ -1240,7 +1247,7 @@ __device__ inline void online_softmax(float (&p)[M][N][4], float (&sums)[M][D / 
 // The walk of a warpgroup, with three buffers. A turn starts the sums over a tile's values and the scores of the next
 // tile, then copies the one after; while the tensor cores work at them, another block's warps compute exponentials.
 template <Branch branch, int D>
-__device__ inline void attend_by_warpgroups(const QueryBlock<branch, D, false, WARPGROUPS>& block, int tile,
+__device__ inline void attend_by_warpgroups(const QueryBlock<branch, D, false, WARPGROUP>& block, int tile,
                                             const unsigned (&q_rows)[1][D / 16][4], float (&sums)[1][D / 8][4],
                                             float (&shift)[1][2], float (&total)[1][2], const AttentionShape& s) {
     if (tile >= block.end_tile) return;
@@ -1302,7 +1309,7 @@ __device__ inline void attend(bf16* out, float* lse, const bf16* q, const bf16* 
             total[m][i] = 0;
         }
 
-    if constexpr (by == WARPGROUPS) attend_by_warpgroups(block, first_tile, q_rows, sums, shift, total, s);
+    if constexpr (by == WARPGROUP) attend_by_warpgroups(block, first_tile, q_rows, sums, shift, total, s);
     else
         block.walk(first_tile, s, [&](const TileView& view, const bf16* k_tile, const bf16* v_tile) {
 #pragma unroll 1
@@ -1335,15 +1342,15 @@ __global__ void __launch_bounds__(MOST_TILE_THREADS<D, false>, TILE_BLOCKS<D, fa
     attention_forward_kernel(bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v,
                              const uint32_t* selection, const SelectedChoice* choice, AttentionShape s) {
     if (branch == SLC && choice && choice->gather) return;
-    attend<branch, D, WARPS>(out, lse, q, k, v, selection, s);
+    attend<branch, D, WARP>(out, lse, q, k, v, selection, s);
 }
 template <Branch branch, int D>
-__global__ void __launch_bounds__(MOST_TILE_THREADS<D, false, WARPGROUPS>, TILE_BLOCKS<D, false, WARPGROUPS>)
+__global__ void __launch_bounds__(MOST_TILE_THREADS<D, false, WARPGROUP>, TILE_BLOCKS<D, false, WARPGROUP>)
     warpgroup_forward_kernel(bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v,
                              const uint32_t* selection, const SelectedChoice* choice, AttentionShape s) {
     if constexpr (COMPILED_FOR_WGMMA) {
         if (branch == SLC && choice && choice->gather) return;
-        attend<branch, D, WARPGROUPS>(out, lse, q, k, v, selection, s);
+        attend<branch, D, WARPGROUP>(out, lse, q, k, v, selection, s);
     }
 }
 
@@ -1354,7 +1361,7 @@ __global__ void __launch_bounds__(MOST_TILE_THREADS<D, false, WARPGROUPS>, TILE_
 
 // sums += dS k by warpgroups, which read q and dout from shared memory.
 template <Branch branch, int D>
-__device__ inline void add_keys_by_warpgroups(const QueryBlock<branch, D, true, WARPGROUPS>& block, int tile,
+__device__ inline void add_keys_by_warpgroups(const QueryBlock<branch, D, true, WARPGROUP>& block, int tile,
                                               float (&sums)[1][D / 8][4], const float (&minus_shift)[1][2],
                                               const float (&dot)[1][2], const AttentionShape& s) {
     // By a shuffle the compiler knows that it is the same for all lanes.
@@ -1407,8 +1414,8 @@ __device__ inline void compute_dq(const BackwardArrays<bf16, float>& d, const In
     QueryBlock<branch, D, true, by> block(in.q, d.dout, in.k, in.v, in.selection, s);
     const int first_tile = block.start(s);
     unsigned q_rows[M][D / 16][4], dout_rows[M][D / 16][4];
-    if (by == WARPS) load_rows<D>(q_rows, block.q_tile, block.first_row);
-    if (by == WARPS && COMPILED_GENERATION.dout_in_registers) load_rows<D>(dout_rows, block.dout_tile, block.first_row);
+    if (by == WARP) load_rows<D>(q_rows, block.q_tile, block.first_row);
+    if (by == WARP && COMPILED_GENERATION.dout_in_registers) load_rows<D>(dout_rows, block.dout_tile, block.first_row);
     float sums[M][D / 8][4], minus_shift[M][2], dot[M][2];
     clear(sums);
 #pragma unroll
@@ -1420,7 +1427,7 @@ __device__ inline void compute_dq(const BackwardArrays<bf16, float>& d, const In
             dot[m][i] = row < 0 ? 0 : d.row_dot[row];
         }
 
-    if constexpr (by == WARPGROUPS) add_keys_by_warpgroups(block, first_tile, sums, minus_shift, dot, s);
+    if constexpr (by == WARPGROUP) add_keys_by_warpgroups(block, first_tile, sums, minus_shift, dot, s);
     else
         block.walk(first_tile, s, [&](const TileView& view, const bf16* k_tile, const bf16* v_tile) {
 #pragma unroll 1
@@ -1467,15 +1474,15 @@ __global__ void __launch_bounds__(MOST_TILE_THREADS<D, true>, TILE_BLOCKS<D, tru
     attention_dq_kernel(BackwardArrays<bf16, float> d, InputArrays<bf16> in, const SelectedChoice* choice,
                         AttentionShape s) {
     if (branch == SLC && choice && choice->gather) return;
-    compute_dq<branch, D, WARPS>(d, in, s);
+    compute_dq<branch, D, WARP>(d, in, s);
 }
 template <Branch branch, int D>
-__global__ void __launch_bounds__(MOST_TILE_THREADS<D, true, WARPGROUPS>, TILE_BLOCKS<D, true, WARPGROUPS>)
+__global__ void __launch_bounds__(MOST_TILE_THREADS<D, true, WARPGROUP>, TILE_BLOCKS<D, true, WARPGROUP>)
     warpgroup_dq_kernel(BackwardArrays<bf16, float> d, InputArrays<bf16> in, const SelectedChoice* choice,
                         AttentionShape s) {
     if constexpr (COMPILED_FOR_WGMMA) {
         if (branch == SLC && choice && choice->gather) return;
-        compute_dq<branch, D, WARPGROUPS>(d, in, s);
+        compute_dq<branch, D, WARPGROUP>(d, in, s);
     }
 }
 
@@ -1528,7 +1535,7 @@ __device__ inline void compute_dkdv(bf16* dk, bf16* dv, float* partial, const bf
         find_used_token_tiles<KEYS>(used, selection + size_t(bg) * s.queries * s.words, tile, s);
     }
     cp_async_wait<0>();
-    if (by == WARPGROUPS) async_fence();
+    if (by == WARPGROUP) async_fence();
     __syncthreads();
     WarpKeys<branch, D, KEYS, by> keys;
     keys.load(buffers.k_tile, buffers.v_tile, first_key);
@@ -1581,7 +1588,7 @@ __global__ void __launch_bounds__(dkdv_threads<D, dkdv_keys<branch, D>()>(),
     attention_dkdv_kernel(bf16* dk, bf16* dv, float* partial, const bf16* dout, const bf16* q, const bf16* k,
                           const bf16* v, const float* row_dot, const float* lse_gated, const uint32_t* selection,
                           AttentionShape s) {
-    compute_dkdv<branch, D, WARPS>(dk, dv, partial, dout, q, k, v, row_dot, lse_gated, selection, s);
+    compute_dkdv<branch, D, WARP>(dk, dv, partial, dout, q, k, v, row_dot, lse_gated, selection, s);
 }
 template <Branch branch, int D>
 __global__ void __launch_bounds__(WARPGROUP_THREADS, 3)
@@ -1589,7 +1596,7 @@ __global__ void __launch_bounds__(WARPGROUP_THREADS, 3)
                           const bf16* v, const float* row_dot, const float* lse_gated, const uint32_t* selection,
                           AttentionShape s) {
     if constexpr (COMPILED_FOR_WGMMA)
-        compute_dkdv<branch, D, WARPGROUPS>(dk, dv, partial, dout, q, k, v, row_dot, lse_gated, selection, s);
+        compute_dkdv<branch, D, WARPGROUP>(dk, dv, partial, dout, q, k, v, row_dot, lse_gated, selection, s);
 }
 // dk, dv [B, G, key_stride, D] = the sums of the parts; one block per tile of keys and (sequence, group)
 template <int D>
@@ -1824,7 +1831,7 @@ inline void launch_attention_forward(bf16* out, float* lse, const bf16* q, const
     const unsigned blocks = unsigned(a.tiles * a.batch_groups);
     if constexpr (has_warpgroups(D))
         if (asked.warpgroups) {
-            using Block = QueryBlock<branch, D, false, WARPGROUPS>;
+            using Block = QueryBlock<branch, D, false, WARPGROUP>;
             return launch<warpgroup_forward_kernel<branch, D>>(blocks, Block::threads(a), Block::bytes(a), stream, out,
                                                                lse, q, k, v, selection, choice, a);
         }
@@ -1860,7 +1867,7 @@ inline void launch_attention_backward(const BackwardArrays<bf16, float>& d, cons
         constexpr Multiplier by = decltype(multiplier)::value;
         constexpr int KEYS = dkdv_keys<branch, D, by>(), THREADS = dkdv_threads<D, KEYS, by>();
         using Block = QueryBlock<branch, D, true, by>;
-        if constexpr (by == WARPGROUPS)
+        if constexpr (by == WARPGROUP)
             launch<warpgroup_dq_kernel<branch, D>>(query_tiles, Block::threads(a), Block::bytes(a), stream, d, in,
                                                    choice, a);
         else
@@ -1869,7 +1876,7 @@ inline void launch_attention_backward(const BackwardArrays<bf16, float>& d, cons
         if (dkdv_is_done) return;
         const unsigned blocks = unsigned((a.keys + KEYS - 1) / KEYS * a.batch_groups * a.parts);
         const size_t bytes = TokenBuffers<branch, D, KEYS, by>::bytes() + used_bytes;
-        if constexpr (by == WARPGROUPS)
+        if constexpr (by == WARPGROUP)
             launch<warpgroup_dkdv_kernel<branch, D>>(blocks, THREADS, bytes, stream, d.dk, d.dv, partial, d.dout, in.q,
                                                      in.k, in.v, d.row_dot, d.lse_gated, in.selection, a);
         else
@@ -2120,9 +2127,18 @@ struct Cuda : CudaOptimiser {
     // With want_gradient, logits become dlogits = (softmax - onehot) * dloss in place, 0 in the padded columns.
     void classifier(Stat* losses, real* logits, const int32_t* targets, double dloss, bool want_gradient, int N, int V,
                     int Vp) {
+        // A multiprocessor has 1 KiB more than a block can have, and takes 1 KiB for each block.
+        const size_t bytes = shared_bytes({size_t(Vp) * sizeof(real)}), room = most_shared_of_device() + 1024;
+        const bool keeps_row = want_gradient && 2 * (bytes + 1024 + sizeof(kernels::Softmax) * 32) <= room;
         with_width(is_wide(Vp, logits), [&](auto W) {
-            launch<kernels::classifier_kernel<W()>>(unsigned(N), kernels::CLASSIFIER_THREADS, 0, stream, losses, logits,
-                                                    targets, float(dloss), want_gradient, V, Vp);
+            if (keeps_row)
+                launch<kernels::classifier_kernel<W(), true>>(unsigned(N), kernels::CLASSIFIER_THREADS, bytes, stream,
+                                                              losses, logits, targets, float(dloss), want_gradient, V,
+                                                              Vp);
+            else
+                launch<kernels::classifier_kernel<W(), false>>(unsigned(N), kernels::CLASSIFIER_THREADS, 0, stream,
+                                                               losses, logits, targets, float(dloss), want_gradient, V,
+                                                               Vp);
         });
     }
 

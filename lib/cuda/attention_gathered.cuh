@@ -534,7 +534,7 @@ __device__ inline void compute_gathered_dkdv(const BackwardArrays<bf16, float>& 
     const int first_token = plan.chunk_of_item(bg, tile, item) * GATHER_CHUNK;
     const int tokens = list_tokens(list, counts, choosers, plan.token_words, first_token);
     cp_async_wait<0>();
-    if (by == WARPGROUPS) async_fence();
+    if (by == WARPGROUP) async_fence();
     __syncthreads();
     WarpKeys<SLC, D, KEY_TILE, by> keys;
     keys.load(buffers.k_tile, buffers.v_tile, first_key);
@@ -581,13 +581,13 @@ __device__ inline void compute_gathered_dkdv(const BackwardArrays<bf16, float>& 
 template <int D>
 __global__ void __launch_bounds__(dkdv_threads<D, KEY_TILE>(), D > 64 ? 2 : 4)
     gather_dkdv_kernel(BackwardArrays<bf16, float> d, InputArrays<bf16> in, GatherPlan plan, AttentionShape s) {
-    compute_gathered_dkdv<D, WARPS>(d, in, plan, s);
+    compute_gathered_dkdv<D, WARP>(d, in, plan, s);
 }
 template <int D>
 __global__ void __launch_bounds__(WARPGROUP_THREADS, 3)
     warpgroup_gather_dkdv_kernel(BackwardArrays<bf16, float> d, InputArrays<bf16> in, GatherPlan plan,
                                  AttentionShape s) {
-    if constexpr (COMPILED_FOR_WGMMA) compute_gathered_dkdv<D, WARPGROUPS>(d, in, plan, s);
+    if constexpr (COMPILED_FOR_WGMMA) compute_gathered_dkdv<D, WARPGROUP>(d, in, plan, s);
 }
 // dk, dv [B, G, key_stride, D] = the sums of the chunks; one block per tile of keys and (sequence, group)
 template <int D>
@@ -798,7 +798,7 @@ inline void launch_gather_backward(const BackwardArrays<bf16, float>& d, const I
         constexpr unsigned THREADS = unsigned(dkdv_threads<D, KEY_TILE, by>());
         const size_t bytes = TokenBuffers<SLC, D, KEY_TILE, by>::bytes() +
                              shared_bytes({THREADS / 32 * sizeof(int), GATHER_CHUNK * sizeof(int)});
-        if constexpr (by == WARPGROUPS)
+        if constexpr (by == WARPGROUP)
             launch<warpgroup_gather_dkdv_kernel<D>>(blocks, THREADS, bytes, stream, d, in, plan, a);
         else launch<gather_dkdv_kernel<D>>(blocks, THREADS, bytes, stream, d, in, plan, a);
     };

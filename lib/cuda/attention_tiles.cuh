@@ -45,7 +45,7 @@ constexpr Generation COMPILED_GENERATION = GENERATIONS[0];
 
 // Who multiplies: each warp its own rows by mma.sync, or the four warps of a warpgroup 64 rows together by wgmma, which
 // code for sm_90a has, here for heads of 64.
-enum Multiplier { WARPS, WARPGROUPS };
+enum Multiplier { WARP, WARPGROUP };
 constexpr int WARPGROUP_ROWS = 64, WARPGROUP_THREADS = 128;
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -57,9 +57,9 @@ constexpr bool COMPILED_FOR_WGMMA = false;
 // 16-row pieces of a query tile in one warp. Two share each piece of K and V that is loaded, as long as registers
 // suffice. Queries (and dout) stay in registers, but for the forward pass at D = 128, where sums and scores take 192.
 // Eight warps of 255 registers fill a multiprocessor. A warpgroup reads K and V once for its four warps.
-template <int D, bool BACKWARD, Multiplier by = WARPS>
+template <int D, bool BACKWARD, Multiplier by = WARP>
 HOST_DEVICE constexpr int row_pieces() {
-    return by == WARPGROUPS || (D > 64 && BACKWARD) ? 1 : 2;
+    return by == WARPGROUP || (D > 64 && BACKWARD) ? 1 : 2;
 }
 // Forward only.
 template <int D>
@@ -70,15 +70,15 @@ template <int D>
 HOST_DEVICE constexpr int forward_keys() {
     return D <= 64 ? KEY_TILE : COMPILED_GENERATION.forward_keys_128;
 }
-template <int D, bool BACKWARD, Multiplier by = WARPS>
+template <int D, bool BACKWARD, Multiplier by = WARP>
 HOST_DEVICE constexpr int tile_threads(int query_rows) {
     return query_rows / 16 / row_pieces<D, BACKWARD, by>() * 32;
 }
 // For __launch_bounds__, on any generation: the threads, and how many blocks share a multiprocessor.
-template <int D, bool BACKWARD, Multiplier by = WARPS>
+template <int D, bool BACKWARD, Multiplier by = WARP>
 constexpr int MOST_TILE_THREADS = tile_threads<D, BACKWARD, by>(most_query_rows(D, BACKWARD));
-template <int D, bool BACKWARD, Multiplier by = WARPS>
-constexpr int TILE_BLOCKS = (by == WARPGROUPS ? 512 : 256) / MOST_TILE_THREADS<D, BACKWARD, by>;
+template <int D, bool BACKWARD, Multiplier by = WARP>
+constexpr int TILE_BLOCKS = (by == WARPGROUP ? 512 : 256) / MOST_TILE_THREADS<D, BACKWARD, by>;
 
 // Divides by a number of the shape without the 20 instructions of an integer division: i / n = i * ceil(2^31 / n) >> 31
 // for all i with i * (n - 1) < 2^31.
@@ -183,8 +183,8 @@ inline void with_head_dimension(int dimension, F f) {
 template <int D, class F>
 inline void with_multiplier(bool warpgroups, F f) {
     if constexpr (has_warpgroups(D))
-        if (warpgroups) return f(std::integral_constant<Multiplier, WARPGROUPS>());
-    f(std::integral_constant<Multiplier, WARPS>());
+        if (warpgroups) return f(std::integral_constant<Multiplier, WARPGROUP>());
+    f(std::integral_constant<Multiplier, WARP>());
 }
 // Head dimensions of 128 do not fit on every GPU.
 inline void check_shared_bytes(size_t bytes, int D, size_t most_shared = most_shared_of_device()) {
@@ -453,12 +453,12 @@ __device__ inline int end_of_key_tiles(const QueryTile& tile, const AttentionSha
 
 // Buffers for a tile of keys and one of values. With three a warpgroup multiplies by the values of one tile and the
 // keys of the next at the same time.
-template <bool BACKWARD, Multiplier by = WARPS>
+template <bool BACKWARD, Multiplier by = WARP>
 HOST_DEVICE constexpr int key_buffers() {
-    return by == WARPGROUPS && !BACKWARD ? 3 : 2;
+    return by == WARPGROUP && !BACKWARD ? 3 : 2;
 }
 // Keys and values of one (sequence, group), and the buffers in shared memory for their tiles.
-template <int D, bool BACKWARD, Multiplier by = WARPS>
+template <int D, bool BACKWARD, Multiplier by = WARP>
 struct KeyBuffers {
     bf16 *k_tiles, *v_tiles;
     const bf16 *k, *v;
@@ -502,7 +502,7 @@ __device__ inline void for_key_tiles(const KeyBuffers<D, BACKWARD>& keys, const 
 // The block of the forward and the dQ kernel by masked tiles: it owns a tile of queries, each of its warps some of the
 // rows, and walks the tiles of keys that one of the queries may see.
 // BACKWARD: dQ, which needs the rows of dout too.
-template <Branch branch, int D, bool BACKWARD, Multiplier by = WARPS>
+template <Branch branch, int D, bool BACKWARD, Multiplier by = WARP>
 struct QueryBlock {
     static constexpr int M = row_pieces<D, BACKWARD, by>();
     static constexpr int BUFFERS = key_buffers<BACKWARD, by>();
@@ -529,7 +529,7 @@ struct QueryBlock {
         keys.v = v;
         keys.group_row = tile.bg * s.key_stride;
         const int tile_rows =  // a constant where it is in an address of the walk
-            by == WARPGROUPS ? query_rows_of(COMPILED_GENERATION, D, BACKWARD) : s.query_rows;
+            by == WARPGROUP ? query_rows_of(COMPILED_GENERATION, D, BACKWARD) : s.query_rows;
         q_tile = shared.take<bf16>(tile_rows * D);
         dout_tile = nullptr;
         if constexpr (BACKWARD) dout_tile = shared.take<bf16>(tile_rows * D);
@@ -552,7 +552,7 @@ struct QueryBlock {
         if (key_tile >= end_tile) cp_async_commit();  // an empty group
         else keys.copy(0, key_tile, s);
         cp_async_wait<1>();
-        if (by == WARPGROUPS) async_fence();
+        if (by == WARPGROUP) async_fence();
         __syncthreads();  // the queries have arrived
         first_end = end_of_keys<branch>(s.first + tile.j0, s);
         ends = ends_of_rows<branch, M>(tile, first_row, s);
@@ -567,7 +567,7 @@ struct QueryBlock {
     }
     // Of the block: as many warps, or warpgroups, as the tile's rows fill.
     static unsigned threads(const AttentionShape& s) {
-        constexpr int rows = by == WARPGROUPS ? WARPGROUP_ROWS : 16 * M;
+        constexpr int rows = by == WARPGROUP ? WARPGROUP_ROWS : 16 * M;
         return unsigned((s.heads * s.tile_tokens + rows - 1) / rows * (rows / (16 * M)) * 32);
     }
     // Of shared memory.
@@ -595,18 +595,18 @@ struct QueryBlock {
 // dout^T are left in registers just as the next products need them.
 
 // Pieces of 16 keys in a warp: two share each piece of q and dout that is loaded.
-template <int D, Multiplier by = WARPS>
+template <int D, Multiplier by = WARP>
 HOST_DEVICE constexpr int key_pieces() {
-    return by == WARPGROUPS || D > 64 ? 1 : 2;
+    return by == WARPGROUP || D > 64 ? 1 : 2;
 }
 // Keys of a block. Twice as many read q and dout half as often, which pays where the same tokens see them. A window's
 // keys and compressed ones are seen at different times, so that warps would wait for one another; and at D = 128 GPUs
 // with 99 KB of shared memory have no room for them. A warpgroup has 64, and three of them share a multiprocessor.
-template <Branch branch, int D, Multiplier by = WARPS>
+template <Branch branch, int D, Multiplier by = WARP>
 HOST_DEVICE constexpr int dkdv_keys() {
-    return branch == SLC && D <= 64 && by == WARPS ? 2 * KEY_TILE : KEY_TILE;
+    return branch == SLC && D <= 64 && by == WARP ? 2 * KEY_TILE : KEY_TILE;
 }
-template <int D, int KEYS, Multiplier by = WARPS>
+template <int D, int KEYS, Multiplier by = WARP>
 HOST_DEVICE constexpr int dkdv_threads() {
     return KEYS / 16 / key_pieces<D, by>() * 32;
 }
@@ -620,7 +620,7 @@ HOST_DEVICE constexpr bool keeps_v() {
 
 // lse_gated and row_dot of the rows of a tile of tokens (one head), in shared memory, for each of the two buffers. A
 // token that does not exist, or did not choose the selection block, has a shift that makes its weights 0.
-template <Branch branch, int D, int KEYS, Multiplier by = WARPS>
+template <Branch branch, int D, int KEYS, Multiplier by = WARP>
 struct RowStatistics {
     static constexpr int BLOCKS = sub_blocks(branch, KEYS);
     static constexpr int OWN = 2 * KEY_TILE / dkdv_threads<D, KEYS, by>();  // numbers of a thread
@@ -665,10 +665,10 @@ struct RowStatistics {
 
 // The shared memory of a block that owns KEYS keys: two buffers for tiles of q and dout and for their statistics. The
 // keys pass through these buffers on their way into registers.
-template <Branch branch, int D, int KEYS, Multiplier by = WARPS>
+template <Branch branch, int D, int KEYS, Multiplier by = WARP>
 struct TokenBuffers {
     static constexpr int THREADS = dkdv_threads<D, KEYS, by>();
-    static constexpr bool KEEPS_K = by == WARPGROUPS, KEEPS_V = keeps_v<D>();
+    static constexpr bool KEEPS_K = by == WARPGROUP, KEEPS_V = keeps_v<D>();
     bf16 *q_tiles, *dout_tiles, *k_tile, *v_tile;
     RowStatistics<branch, D, KEYS, by> rows;
 
@@ -700,12 +700,12 @@ struct TokenBuffers {
 };
 
 // The keys of a warp as A fragments (or in shared memory), and their sums.
-template <Branch branch, int D, int KEYS, Multiplier by = WARPS>
+template <Branch branch, int D, int KEYS, Multiplier by = WARP>
 struct WarpKeys {
     using Buffers = TokenBuffers<branch, D, KEYS, by>;
     static constexpr int M = key_pieces<D, by>();
     // at a time, as many as there are registers for
-    static constexpr int TOKENS = by == WARPGROUPS ? KEY_TILE : 16;
+    static constexpr int TOKENS = by == WARPGROUP ? KEY_TILE : 16;
     int first_key;  // of the tile
     unsigned k_rows[M][D / 16][4], v_rows[M][D / 16][4];
     const bf16* v_tile;
@@ -715,8 +715,8 @@ struct WarpKeys {
     __device__ int warp_key() const { return threadIdx.x / 32 * 16 * M; }
     __device__ int lane_key() const { return warp_key() + threadIdx.x % 32 / 4; }
     // Those that decide together whether to multiply by a tile of tokens: the warp's, or the warpgroup's.
-    static constexpr int TOGETHER = by == WARPGROUPS ? WARPGROUP_ROWS : 16 * M;
-    __device__ int low_key() const { return first_key + (by == WARPGROUPS ? 0 : warp_key()); }
+    static constexpr int TOGETHER = by == WARPGROUP ? WARPGROUP_ROWS : 16 * M;
+    __device__ int low_key() const { return first_key + (by == WARPGROUP ? 0 : warp_key()); }
     // There must be a barrier between the arrival of the tiles and this call; after it their buffers are free.
     __device__ void load(const bf16* k_tile, const bf16* v, int first) {
         first_key = first;
@@ -758,7 +758,7 @@ struct WarpKeys {
     template <class Token, class Prefetch>
     __device__ void add_tokens(const Buffers& buffers, int buffer, bool masked, Token token, Prefetch prefetch,
                                const AttentionShape& s) {
-        if constexpr (by == WARPGROUPS) add_tokens_by_warpgroup(buffers, buffer, masked, token, prefetch, s);
+        if constexpr (by == WARPGROUP) add_tokens_by_warpgroup(buffers, buffer, masked, token, prefetch, s);
         else prefetch(), add_tokens_by_warp(buffers, buffer, masked, token, s);
     }
     // The four warps have 16 keys each. S^T = k q^T and v dout^T come out as the next products take them.
@@ -888,7 +888,7 @@ __device__ inline void for_token_tiles(int at, int end, int heads, Next next, Fe
             at = next(at);
         }
         cp_async_wait<0>();
-        if (by == WARPGROUPS) async_fence();
+        if (by == WARPGROUP) async_fence();
         __syncthreads();  // this buffer has arrived, and all warps are done with the other one
         use(buffer, this_at, [&] {
             if (at < end) fetch(buffer ^ 1, at, head);
