@@ -6,11 +6,11 @@
 // A time is the median of CUDA-event timings after warm-up. Three sets of inputs take turns, each larger than any GPU's
 // L2 cache (1.5 GB for 12 heads of 64 and 64k tokens), so nothing is found in the cache that training would not find
 // there. Arithmetic and bytes are counted from the shapes (perf.h); ceilings are measured in the same run. The selected
-// branch's cost depends on what neighbouring tokens have in common, so it is timed on two selections that are drawn:
-// "shared", where 64 neighbours share three quarters of what they may choose, and "scattered", where they share only
-// what every query gets; and with --selections FILE on "trained", what a trained model chose, stretched as selections.h
-// says; each by masked tiles and by gathered rows. The whole of NSA is reported for each, and how many different blocks
-// neighbours choose.
+// branch's cost depends on what neighbouring tokens have in common, so it is timed on three selections that are drawn:
+// "uniform", as the published benchmark draws it (selections.h); "scattered", where neighbours share only what every
+// query gets; and "shared", where 64 neighbours share three quarters of what they may choose; and with --selections
+// FILE on "trained", what a trained model chose, stretched as selections.h says; each by masked tiles and by gathered
+// rows. The whole of NSA is reported for each, and how many different blocks neighbours choose.
 //
 // --shape published: one sequence of 1024 to 65536 tokens in the shape for which others have published times, theirs
 // beside ours after each length.
@@ -34,9 +34,10 @@ constexpr CountedFloor COUNTED_FLOORS[] = {{2048, 16, 233, 465, 131, 326},
                                            {65536, 1, 1427, 2352, 8351, 20877}};
 
 // The sums that a row is part of.
-enum AttentionWhole { NSA_SHARED = 1, NSA_SCATTERED = 2, FULL = 4, NSA_TRAINED = 8 };
+enum AttentionWhole { NSA_SHARED = 1, NSA_SCATTERED = 2, FULL = 4, NSA_TRAINED = 8, NSA_UNIFORM = 16 };
 constexpr const char *WHOLE_SHARED = "NSA, all of the above, shared",
                      *WHOLE_SCATTERED = "NSA, all of the above, scattered",
+                     *WHOLE_UNIFORM = "NSA, all of the above, uniform",
                      *WHOLE_TRAINED = "NSA, all of the above, trained", *WHOLE_FULL = "full attention, all of it";
 struct AttentionRow {
     int T, B;
@@ -87,7 +88,7 @@ struct AttentionSet {
     const NsaShape s;
     real *projected, *dprojected, *q, *kv, *compressed, *hidden, *o, *combined, *dout, *dkv, *dcompressed, *phi;
     float *lse, *lse_gated, *row_dot, *gate, *dgate, *dq, *dphi;
-    uint32_t *shared, *scattered, *chosen, *trained = nullptr;
+    uint32_t *shared, *scattered, *uniform, *chosen, *trained = nullptr;
 
     AttentionSet(Timed<Cuda>& device, const NsaShape& shape, uint64_t seed, const TrainedSelections* model = nullptr)
         : dev(device), s(shape) {
@@ -118,9 +119,10 @@ struct AttentionSet {
         for (float** p : {&lse, &lse_gated, &row_dot, &gate, &dgate}) *p = dev.allocate<float>(3 * rows);
         dq = dev.allocate<float>(rows * D), dphi = dev.allocate<float>(2 * phi_size());
         dev.zero(dq, rows * D), dev.zero(row_dot, 3 * rows), dev.zero(dphi, 2 * phi_size());
-        for (uint32_t** p : {&shared, &scattered, &chosen}) *p = dev.allocate<uint32_t>(words);
-        const std::vector<uint32_t> a = selection(s, seed, 3, 4), b = selection(s, seed, 0, 1);
-        dev.copy(shared, a.data(), words), dev.copy(scattered, b.data(), words);
+        for (uint32_t** p : {&shared, &scattered, &uniform, &chosen}) *p = dev.allocate<uint32_t>(words);
+        dev.copy(shared, selection(s, seed, 3, 4).data(), words);
+        dev.copy(scattered, selection(s, seed, 0, 1).data(), words);
+        dev.copy(uniform, uniform_selection(s, seed).data(), words);
         if (!model) return;
         trained = dev.allocate<uint32_t>(words);
         dev.copy(trained, model->masks(s, seed).data(), words);
@@ -129,7 +131,7 @@ struct AttentionSet {
         for (real* p : {projected, dprojected, q, kv, compressed, hidden, o, combined, dout, dkv, dcompressed, phi})
             dev.release(p);
         for (float* p : {lse, lse_gated, row_dot, gate, dgate, dq, dphi}) dev.release(p);
-        for (uint32_t* p : {shared, scattered, chosen, trained}) dev.release(p);
+        for (uint32_t* p : {shared, scattered, uniform, chosen, trained}) dev.release(p);
     }
     AttentionSet(const AttentionSet&) = delete;
     AttentionSet& operator=(const AttentionSet&) = delete;
@@ -215,7 +217,7 @@ inline std::vector<AttentionRow> time_attention(Timed<Cuda>& dev, const NsaShape
     std::vector<AttentionRow> rows;
     const size_t n = s.query_rows(), D = size_t(s.D), kc = s.cmp_rows() * D;
     const double real = sizeof(Cuda::real);
-    constexpr int NSA = NSA_SHARED | NSA_SCATTERED | NSA_TRAINED;
+    constexpr int NSA = NSA_SHARED | NSA_SCATTERED | NSA_UNIFORM | NSA_TRAINED;
     // The engine's own functions, without the clocks of Timed.
     auto time = [&](auto operation) { return median_us(dev, sets, repetitions, operation); };
     auto add = [&](const std::string& name, const Work& forward, const Work& backward, int whole) -> AttentionRow& {
@@ -281,8 +283,9 @@ inline std::vector<AttentionRow> time_attention(Timed<Cuda>& dev, const NsaShape
         uint32_t* AttentionSet::*selection;
         AttentionWhole whole;
     };
-    std::vector<Kind> kinds = {{"shared", &AttentionSet::shared, NSA_SHARED},
-                               {"scattered", &AttentionSet::scattered, NSA_SCATTERED}};
+    std::vector<Kind> kinds = {{"uniform", &AttentionSet::uniform, NSA_UNIFORM},
+                               {"scattered", &AttentionSet::scattered, NSA_SCATTERED},
+                               {"shared", &AttentionSet::shared, NSA_SHARED}};
     if (model) kinds.push_back({"trained", &AttentionSet::trained, NSA_TRAINED});
     for (const auto& [kind, selection, whole] : kinds) {
         std::vector<uint32_t> masks(size_t(s.B) * s.G * s.T * size_t(s.selection_words()));
@@ -310,7 +313,8 @@ inline std::vector<AttentionRow> time_attention(Timed<Cuda>& dev, const NsaShape
     AttentionRow& heads =
         add("split and rotated heads", split_heads_forward_work(s, real), split_heads_backward_work(s, real), NSA);
     heads.us[0] = split, heads.us[1] = split_heads_backward(s);
-    add_whole(WHOLE_SHARED, NSA_SHARED), add_whole(WHOLE_SCATTERED, NSA_SCATTERED);
+    add_whole(WHOLE_UNIFORM, NSA_UNIFORM), add_whole(WHOLE_SCATTERED, NSA_SCATTERED);
+    add_whole(WHOLE_SHARED, NSA_SHARED);
     if (model) add_whole(WHOLE_TRAINED, NSA_TRAINED);
 
     NsaShape full = s;
@@ -346,9 +350,9 @@ inline void print_attention_rows(const std::vector<AttentionRow>& rows, const Ns
         return row == rows.end() ? nullptr : &*row;
     };
     const AttentionRow &full = *named(WHOLE_FULL), &shared = *named(WHOLE_SHARED);
-    const std::pair<const AttentionRow*, const char*> others[] = {{named(WHOLE_SCATTERED), "scattered"},
-                                                                  {named(WHOLE_TRAINED), "trained"}};
-    for (const auto& [row, name] : {std::pair(&shared, "shared"), others[0], others[1]})
+    const std::pair<const AttentionRow*, const char*> others[] = {
+        {named(WHOLE_UNIFORM), "uniform"}, {named(WHOLE_SCATTERED), "scattered"}, {named(WHOLE_TRAINED), "trained"}};
+    for (const auto& [row, name] : {others[0], others[1], std::pair(&shared, "shared"), others[2]})
         if (row)
             std::fprintf(out, "        NSA / full attention, %s: %.2f forward, %.2f backward\n", name,
                          row->us[0] / full.us[0], row->us[1] / full.us[1]);
@@ -397,35 +401,42 @@ inline double our_ms(const std::vector<AttentionRow>& rows, const std::string& w
         if (row.T == T && std::count(names.begin(), names.end(), row.name)) us += row.us[pass];
     return us * 1e-3;
 }
+// The kind of selection that is most like the one that others were timed with: XunhaoLai's benchmark draws blocks
+// uniformly, and mdy666's kernels choose by random inputs, of what a query sees; null: it does not matter.
+inline const char* their_selection(const std::string& what) {
+    return what == SELECTED_ALONE ? "uniform" : what == WHOLE_NSA ? "scattered" : nullptr;
+}
 // Others' times beside ours, for the lengths that the rows have.
 inline void print_published(const std::vector<AttentionRow>& rows, std::FILE* out) {
-    std::fprintf(
-        out,
-        "\npublished for this shape, beside ours; a ratio below 1 is a gain\n%7s %-24s %-6s %-9s %9s %9s %6s %9s %6s\n",
-        "T", "what", "their", "pass", "their ms", "our ms", "ratio", "scattered", "ratio");
+    std::fprintf(out,
+                 "\npublished for this shape, beside ours with a selection like theirs, and with the other kinds; a "
+                 "ratio below 1 is a gain\n%7s %-24s %-6s %-9s %9s %9s %6s\n",
+                 "T", "what", "their", "pass", "their ms", "our ms", "ratio");
     for (const PublishedTime& p : PUBLISHED_TIMES)
         for (const int pass : {0, 1}) {
-            const double shared = our_ms(rows, p.what, "shared", p.T, pass),
-                         scattered = our_ms(rows, p.what, "scattered", p.T, pass),
-                         trained = our_ms(rows, p.what, "trained", p.T, pass);
-            if (shared <= 0) continue;  // this length was not timed
-            const bool depends = p.what == SELECTED_ALONE || p.what == WHOLE_NSA;
-            const std::string of_trained =
-                depends && trained > 0 ? format_text("; trained: %.3f ms, %.2f", trained, trained / p.ms[pass]) : "";
+            const char* const theirs = their_selection(p.what);
+            const double ours = our_ms(rows, p.what, theirs ? theirs : "", p.T, pass);
+            if (ours <= 0) continue;  // this length was not timed
+            std::string others;
+            for (const char* kind : {"uniform", "scattered", "shared", "trained"}) {
+                const double ms = our_ms(rows, p.what, kind, p.T, pass);
+                if (theirs && std::strcmp(kind, theirs) && ms > 0)
+                    others += format_text("; selection %s: %.3f ms, %.2f", kind, ms, ms / p.ms[pass]);
+            }
             const char* const direction = pass ? "backward" : "forward";
-            std::fprintf(out, "%7d %-24s %-6s %-9s %9.2f %9.2f %6.2f %9.2f %6.2f\n", p.T, p.what, p.device, direction,
-                         p.ms[pass], shared, shared / p.ms[pass], scattered, scattered / p.ms[pass]);
+            const std::string like = theirs ? format_text(", selection %s", theirs) : "";
+            std::fprintf(out, "%7d %-24s %-6s %-9s %9.2f %9.2f %6.2f%s%s\n", p.T, p.what, p.device, direction,
+                         p.ms[pass], ours, ours / p.ms[pass], like.c_str(), others.c_str());
             std::fprintf(out,
-                         "result: published shape, %s, %s, %d: %s | %.3f | ms | theirs %.2f on an %s, ratio %.2f; "
-                         "selection scattered: %.3f ms, %.2f%s\n",
-                         p.what, p.device, p.T, direction, shared, p.ms[pass], p.device, shared / p.ms[pass], scattered,
-                         scattered / p.ms[pass], of_trained.c_str());
+                         "result: published shape, %s, %s, %d: %s | %.3f | ms | theirs %.2f on an %s%s, ratio %.2f%s\n",
+                         p.what, p.device, p.T, direction, ours, p.ms[pass], p.device, like.c_str(), ours / p.ms[pass],
+                         others.c_str());
         }
     std::fflush(out);
 }
 // From which length on NSA is faster than our own dense attention.
 inline void print_crossings(const std::vector<AttentionRow>& rows, std::FILE* out) {
-    for (const char* kind : {"shared", "scattered", "trained"})
+    for (const char* kind : {"uniform", "scattered", "shared", "trained"})
         for (const int pass : {0, 1}) {
             if (our_ms(rows, WHOLE_NSA, kind, rows[0].T, pass) <= 0) continue;
             int first = 0;  // the shortest length from which on NSA is faster at all lengths

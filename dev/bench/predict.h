@@ -339,20 +339,21 @@ inline void print_predicted_length(const NsaShape& s, const TrainedSelections* m
     print("compressed", nullptr, {cmp[0], cmp[1]});
     print(COMPRESSED_SCORED, COMPRESSED_SCORED, scored);
     print("window", nullptr, {win[0], win[1]});
-    for (const char* kind : {"shared", "scattered", "trained"}) {
-        const bool shared = !std::strcmp(kind, "shared"), trained = !std::strcmp(kind, "trained");
-        if (trained && !model) continue;
-        const std::vector<uint32_t> masks =
-            trained ? model->masks(s, 1) : AttentionSet::selection(s, 1, shared ? 3 : 0, shared ? 4 : 1);
+    for (const std::string kind : {"uniform", "scattered", "shared", "trained"}) {
+        if (kind == "trained" && !model) continue;
+        const std::vector<uint32_t> masks = kind == "trained"     ? model->masks(s, 1)
+                                            : kind == "uniform"   ? uniform_selection(s, 1)
+                                            : kind == "scattered" ? AttentionSet::selection(s, 1, 0, 1)
+                                                                  : AttentionSet::selection(s, 1, 3, 4);
         std::fprintf(out, "%7d %s\n", s.T, describe_selection(kind, masks, s).c_str());
         const SelectedPrediction selected{s, masks};
         const bool dq = selected.gathers(), forward = dq && auto_may_gather(s.D, false);
         const Prediction p[2] = {selected.pass(false, forward), selected.pass(true, dq)};
-        print(format_text("selected, %s, %s", kind, dq ? "gathered" : "tiles"), SELECTED_ALONE, p);
+        print(format_text("selected, %s, %s", kind.c_str(), dq ? "gathered" : "tiles"), SELECTED_ALONE, p);
         Prediction whole[2] = {p[0], p[1]};
         for (const int pass : {0, 1})
             whole[pass].add(scored[pass]), whole[pass].add(win[size_t(pass)]), whole[pass].add(rest[size_t(pass)]);
-        print(format_text("NSA, all of it, %s", kind), WHOLE_NSA, whole);
+        print(format_text("NSA, all of it, %s", kind.c_str()), WHOLE_NSA, whole);
     }
     print("dense", DENSE_3, {dense[0], dense[1]});
     std::fflush(out);

@@ -7,7 +7,7 @@ RUN is a run that run.py has left in FOLDER, or an arm with its rate, as in a re
 seeds. Each goes on with --tokens bytes that it has not seen, in sequences of --length, for each base of BASES; and, so
 that more training is not taken for longer context, in sequences as long as before with the base that it had. Rates are
 tried on the first run, doubled or halved until the best one lies inside, for each of these ways by itself; the others
-go on at the best. Losses are those of the held-out files at --length, before and after. It goes on where it was
+go on at the best, and means are theirs. Losses are those of the held-out files at --length, before and after. It goes on where it was
 interrupted when it is started again; a run that was under way begins anew.
 """
 import argparse
@@ -20,7 +20,7 @@ import subprocess
 import sys
 
 from arms import HERE, command_line, read_setting
-from run import SEEDS, best_rate, folders_of, read_evaluation, some_shards
+from run import SEED_OF_RATE, best_rate, folders_of, read_evaluation, some_shards
 from table import mean, print_rows
 
 BASES = [10000, 40000, 160000]
@@ -100,17 +100,18 @@ class Way:
 
     def sweep(self, tokens):
         """The best rate, and the loss at each that was tried."""
-        best, runs = best_rate(self.name, RATES, SEEDS[0], tokens, self)
+        best, runs = best_rate(self.name, RATES, SEED_OF_RATE, tokens, self)
         losses = {run.rate: self.loss(run) for run in runs}
         print(f"{self.name}: " + ", ".join(f"{rate:g}: {losses[rate]:.4f}" for rate in sorted(losses)), flush=True)
         return best, losses
 
 
 def row(name, rate, evaluations):
+    evaluations = evaluations[1:] or evaluations  # the first one chose the rate
     losses = [e["held_out_loss"] for e in evaluations]
     by_position = zip(*([loss for _, _, loss in e["by_position"]] for e in evaluations))
     return [name, f"{rate:g}" if rate else "", f"**{mean(losses):.4f}**",
-            f"{min(losses):.4f} to {max(losses):.4f} ({len(losses)})"] + [f"{mean(l):.3f}" for l in by_position]
+            ", ".join(f"{loss:.4f}" for loss in losses)] + [f"{mean(l):.3f}" for l in by_position]
 
 
 def main():
@@ -137,7 +138,7 @@ def main():
             "rate": rate, "rates": {f"{r:g}": loss for r, loss in losses.items()},
             "runs": [extension.lengthen(run, length, base, rate) for run in runs]}
     ranges = [f"{first}..{last}" for first, last, _ in results["before"]["runs"][0]["by_position"]]
-    print_rows(["way", "rate", "loss", "lowest to highest (runs)"] + ranges,
+    print_rows(["way", "rate", "loss", "each run"] + ranges,
                [row(name, result.get("rate"), result["runs"]) for name, result in results.items()])
     if a.out:
         with open(a.out, "w") as file:

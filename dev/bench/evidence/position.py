@@ -16,7 +16,7 @@ import re
 import subprocess
 
 from arms import command_line, read_setting
-from run import HERE, SEED_OF_SWEEP
+from run import HERE, SEEDS
 
 DRAWS = 2000
 
@@ -61,7 +61,7 @@ def runs_of(arm, results, tokens):
         if path.startswith(f"{arm}_lr") and path.endswith(f"_tokens{tokens}.json"):
             with open(f"{results}/{path}") as file:
                 result = json.load(file)
-            if result["seed"] != SEED_OF_SWEEP:
+            if result["seed"] in SEEDS:
                 of_rate.setdefault(result["rate"], []).append(result)
     most = max(map(len, of_rate.values()), default=0)
     full = [runs for runs in of_rate.values() if len(runs) == most]

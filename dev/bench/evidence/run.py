@@ -7,11 +7,10 @@
 
 A line of the plan is `sweep ARM RATE...`, `longer ARM TOKENS RATE...` or `run ARM RATE|best SEED TOKENS`. A sweep runs
 each rate on seed 0 at a quarter of the setting's tokens, doubles or halves the rate beyond the range while the best one
-lies at its edge, halves the best one with all tokens on seed 1 for as long as that helps, since longer runs want lower
-rates, and then runs all three seeds at the best. `longer` does the same without the quarter: it runs each rate on seed
-1 with so many tokens, goes beyond the range likewise, and then runs the other seeds at the best. A run whose result is
-there is skipped; one that was interrupted goes on from its last checkpoint, so start the same command again. Several
-runners can share a folder.
+lies at its edge, tries the best one, its half and its double with all tokens on seed 1, and beyond these likewise, and
+then runs seeds 2 and 3 at the best. `longer` does the same without the quarter. The seed that chose a rate is the lucky
+one at that rate, so it is in no mean: these are of seeds 2 and 3. A run whose result is there is skipped; one that was
+interrupted goes on from its last checkpoint, so start the same command again. Several runners can share a folder.
 """
 import argparse
 import contextlib
@@ -28,8 +27,9 @@ import time
 
 from arms import HERE, REFERENCE, Arm, command_line, options_of, read_setting
 
-SEEDS = [1, 2, 3]
 SEED_OF_SWEEP = 0
+SEED_OF_RATE = 1  # chooses among rates with all tokens
+SEEDS = [2, 3]    # those of a mean: they chose nothing
 MOST_DOUBLINGS = 4  # of a rate beyond the range
 CURVE_POINTS = 64
 
@@ -96,17 +96,6 @@ def best_rate(arm, rates, seed, tokens, results):
             return best, runs
 
 
-def best_whole_rate(arm, rate, tokens, results):
-    """(best rate or None, runs to do before it is known), from the best rate of the sweep downwards."""
-    runs = [Run(arm, rate, SEEDS[0], tokens)]
-    while True:
-        runs.append(Run(arm, runs[-1].rate / 2, SEEDS[0], tokens))
-        if any(results.loss(run) is None for run in runs):
-            return None, runs
-        if results.loss(runs[-1]) >= results.loss(runs[-2]):
-            return runs[-2].rate, runs
-
-
 def queue(plan, tokens, results):
     """The runs of the plan that can be named by now, in order."""
     runs = []
@@ -116,15 +105,15 @@ def queue(plan, tokens, results):
             rate, sweep = best_rate(arm, words, SEED_OF_SWEEP, tokens // 4, results)
             runs += sweep
             if rate:
-                best[arm], whole = best_whole_rate(arm, rate, tokens, results)
+                best[arm], whole = best_rate(arm, [rate / 2, rate, 2 * rate], SEED_OF_RATE, tokens, results)
                 runs += whole
             if best.get(arm):
-                runs += [Run(arm, best[arm], seed, tokens) for seed in SEEDS[1:]]
+                runs += [Run(arm, best[arm], seed, tokens) for seed in SEEDS]
         elif kind == "longer":
-            rate, tried = best_rate(arm, words[1:], SEEDS[0], int(words[0]), results)
+            rate, tried = best_rate(arm, words[1:], SEED_OF_RATE, int(words[0]), results)
             runs += tried
             if rate:
-                runs += [Run(arm, rate, seed, int(words[0])) for seed in SEEDS[1:]]
+                runs += [Run(arm, rate, seed, int(words[0])) for seed in SEEDS]
         else:
             rate = best.get(arm) if words[0] == "best" else float(words[0])
             if rate:
@@ -306,9 +295,9 @@ class Runner:
 def tokens_of(kind, words, whole):
     """Tokens that a line of the plan trains on; rates beyond its range come on top."""
     if kind == "sweep":
-        return whole * (len(words) / 4 + len(SEEDS))
+        return whole * (len(words) / 4 + 3 + len(SEEDS))
     if kind == "longer":
-        return int(words[0]) * (len(words) - 1 + len(SEEDS) - 1)
+        return int(words[0]) * (len(words) - 1 + len(SEEDS))
     return int(words[2])
 
 

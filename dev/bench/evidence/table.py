@@ -16,7 +16,7 @@ import math
 import os
 import sys
 
-from run import SEED_OF_SWEEP, SEEDS
+from run import SEED_OF_RATE, SEED_OF_SWEEP, SEEDS
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 800, 400, 50, 40, 16, 270
@@ -70,10 +70,10 @@ def mean(numbers):
 
 
 def by_arm(runs, tokens):
-    """(arm, rate) -> its runs of so many tokens with the seeds behind the sweep's, in the order of the mean loss."""
+    """(arm, rate) -> its runs of so many tokens with the seeds that chose nothing, in the order of the mean loss."""
     arms = {}
     for run in runs:
-        if run["seed"] != SEED_OF_SWEEP and run["tokens"] == tokens:
+        if run["seed"] in SEEDS and run["tokens"] == tokens:
             arms.setdefault((run["arm"], run["rate"]), []).append(run)
     return dict(sorted(arms.items(), key=lambda entry: mean([r["held_out_loss"] for r in entry[1]])))
 
@@ -85,16 +85,20 @@ def print_rows(head, rows):
     print()
 
 
-def print_tables(arms, shorter, ngrams):
-    rows = []
+def print_tables(arms, shorter, ngrams, runs):
+    """The loss of the seed that chose the rate stands beside the mean, not in it; * marks builds of uncommitted code."""
+    rows, chose = [], {(run["arm"], run["rate"], run["tokens"]): run for run in runs if run["seed"] == SEED_OF_RATE}
     entries = [entry for runs in [arms] + shorter for entry in runs.items()]
     for (name, rate), whole in [e for e in entries if len(e[1]) == len(SEEDS)] or entries:
         losses = [r["held_out_loss"] for r in whole]
         seconds = mean([r["processor_seconds"] for r in whole])
-        rows.append([f"`{name}`", f"{whole[0]['tokens']:,}", f"{rate:g}", f"**{mean(losses):.4f}**",
-                     f"{min(losses):.4f} to {max(losses):.4f} ({len(losses)})", f"{whole[0]['parameters']:,}",
+        first = chose.get((name, rate, whole[0]["tokens"]))
+        dirty = any(run["version"].endswith("-dirty") for run in whole)
+        rows.append([f"`{name}`{'*' * dirty}", f"{whole[0]['tokens']:,}", f"{rate:g}", f"**{mean(losses):.4f}**",
+                     ", ".join(f"{loss:.4f}" for loss in losses), f"{first['held_out_loss']:.4f}" if first else "",
+                     f"{whole[0]['parameters']:,}",
                      f"{whole[0]['keys_per_query']:.0f}", f"{whole[0]['flops'] / 1e12:.1f}", f"{seconds:.0f} s"])
-    print_rows(["arm", "tokens", "rate", "held-out loss", "lowest to highest (seeds)", "parameters", "keys a query",
+    print_rows(["arm", "tokens", "rate", "held-out loss", f"seeds {SEEDS[0]}, {SEEDS[1]}", f"seed {SEED_OF_RATE}", "parameters", "keys a query",
                 "TFLOP", "processor"], rows)
     if ngrams:
         orders = list(ngrams[0]["loss_by_order"])
@@ -105,13 +109,15 @@ def print_tables(arms, shorter, ngrams):
 
 def rates_of(runs, name):
     sweep = sorted((run for run in runs if run["arm"] == name), key=lambda run: run["rate"])
-    return ", ".join(f"{run['rate'] * 1000:g}: {run['held_out_loss']:.3f}" for run in sweep)
+    best = min(sweep, key=lambda run: run["held_out_loss"], default=None)
+    edge = len(sweep) > 1 and best in (sweep[0], sweep[-1])
+    return ", ".join(f"{run['rate'] * 1000:g}: {run['held_out_loss']:.3f}" for run in sweep) + " (at the edge)" * edge
 
 
 def print_sweeps(runs, tokens):
     """Each rate in thousandths: loss, on one seed."""
     quarter = [run for run in runs if run["seed"] == SEED_OF_SWEEP and run["tokens"] == tokens // 4]
-    whole = [run for run in runs if run["seed"] == SEEDS[0] and run["tokens"] == tokens]
+    whole = [run for run in runs if run["seed"] == SEED_OF_RATE and run["tokens"] == tokens]
     print_rows(["arm; rates in thousandths: loss", "a quarter of the tokens, the first 64 files", "all tokens, seed 1"],
                [[f"`{name}`", rates_of(quarter, name), rates_of(whole, name)]
                 for name in sorted({run["arm"] for run in quarter + whole})])
@@ -122,6 +128,24 @@ def print_positions(arms):
     print_rows(["tokens in sight"] + [f"{first}..{last}" for first, last, _ in ranges],
                [[f"`{name}`, {rate:g}"] + [f"{mean([r['by_position'][i][2] for r in whole]):.3f}"
                                            for i in range(len(ranges))] for (name, rate), whole in arms.items()])
+
+
+def print_differences(arms, minus, near):
+    """By the number of tokens in sight: the loss of one arm less the others', and how much more that is far than near,
+    each seed behind it."""
+    of_minus = next(runs for (name, _), runs in arms.items() if name == minus)
+    ranges = [f"{first}..{last}" for first, last, _ in of_minus[0]["by_position"]]
+    within = max(i for i, (_, last, _) in enumerate(of_minus[0]["by_position"]) if last <= near)
+    rows = []
+    for (name, rate), runs in arms.items():
+        if name == minus:
+            continue
+        by_seed = [[m[2] - a[2] for m, a in zip(other["by_position"], run["by_position"])]
+                   for other, run in zip(of_minus, runs)]
+        more = [row[-1] - row[within] for row in by_seed]
+        rows.append([f"`{name}`, {rate:g}"] + [f"{mean(column):+.3f}" for column in zip(*by_seed)]
+                    + [f"**{mean(more):+.3f}** ({', '.join(f'{x:+.3f}' for x in more)})"])
+    print_rows([f"`{minus}` less"] + ranges + [f"{ranges[-1]} less {ranges[within]}"], rows)
 
 
 def mean_curve(runs):
@@ -154,13 +178,16 @@ def line(points, color, more=""):
             + " ".join(f"{x:.1f},{y:.1f}" for x, y in points) + '"/>')
 
 
-def best_rates(arms):
-    """Of each arm the runs at the best rate that has all seeds."""
+def best_rates(arms, runs):
+    """Of each arm the runs at the rate that was best on the seed that chooses, of those rates that have all seeds."""
+    chose = {(run["arm"], run["rate"], run["tokens"]): run["held_out_loss"] for run in runs
+             if run["seed"] == SEED_OF_RATE}
     best = {}
-    for (name, rate), runs in arms.items():
-        if len(runs) == len(SEEDS) and name not in [other for other, _ in best]:
-            best[name, rate] = runs
-    return best
+    for (name, rate), whole in arms.items():
+        loss = chose.get((name, rate, whole[0]["tokens"]), math.inf)
+        if len(whole) == len(SEEDS) and (name not in best or loss < best[name][0]):
+            best[name] = loss, rate, whole
+    return {(name, rate): whole for name, (_, rate, whole) in best.items()}
 
 
 def figure(arms):
@@ -196,6 +223,8 @@ def main():
     arguments.add_argument("--tokens", type=int, help="of the whole runs; without it those of the longest run")
     arguments.add_argument("--svg")
     arguments.add_argument("--drawn", nargs="+", metavar="ARM", help="the arms of the figure; without it all")
+    arguments.add_argument("--minus", metavar="ARM", help="whose loss less the others' is printed too")
+    arguments.add_argument("--near", type=int, default=256, help="tokens that it sees whole")
     a = arguments.parse_args()
     runs = load(a.results, "*_lr*")
     if not runs:
@@ -203,11 +232,13 @@ def main():
     tokens = a.tokens or max(run["tokens"] for run in runs)
     arms = by_arm(runs, tokens)
     shorter = sorted({run["tokens"] for run in runs if tokens // 2 <= run["tokens"] < tokens}, reverse=True)
-    print_tables(arms, [by_arm(runs, n) for n in shorter], load(a.results, "ngram_*"))
+    print_tables(arms, [by_arm(runs, n) for n in shorter], load(a.results, "ngram_*"), runs)
     print_sweeps(runs, tokens)
-    best = best_rates(arms)
+    best = best_rates(arms, runs)
     if best:
         print_positions(best)
+        if a.minus:
+            print_differences(best, a.minus, a.near)
     if a.svg and best:
         with open(a.svg, "w") as file:
             file.write(figure({key: runs for key, runs in best.items() if not a.drawn or key[0] in a.drawn}))

@@ -266,6 +266,27 @@ TEST(cuda_bench_selections) {
     const NsaShape s = bench_tests::bench_shape(300);
     for (const int common : {0, 1}) bench_tests::check_selection(AttentionSet::selection(s, 7, common, 1), s);
 }
+// Uniform over the whole sequence: half of what is drawn lies in the future and is skipped, the first block is always
+// there, and of 8 neighbours few choose the same.
+TEST(cuda_bench_uniform_selection) {
+    NsaShape s = bench_tests::bench_shape(4096);
+    s.slc_block = 64, s.slc_count = 16;
+    const std::vector<uint32_t> masks = uniform_selection(s, 5);
+    const size_t words = size_t(s.selection_words());
+    int own = 0;
+    for (int row = 0; row < s.B * s.G * s.T; row++) {
+        const uint32_t* const mask = &masks[size_t(row) * words];
+        const int last = row % s.T / s.slc_block;
+        CHECK(is_selected(mask, 0));
+        own += last && is_selected(mask, last);
+        for (int block = last + 1; block < int(words) * 32; block++) CHECK(!is_selected(mask, block));
+    }
+    CHECK_NEAR(distinct_blocks(masks, s, 1), 8.17, 0.1);           // 16 * 65 / 128, and the lowest of them in any case
+    CHECK_NEAR(double(own) / (s.B * s.G * s.T), 15.0 / 64, 0.02);  // not forced
+    CHECK(distinct_blocks(masks, s, 8) > 2.5 * distinct_blocks(masks, s, 1));
+    s.T = 300;  // fewer blocks than a query may choose: all that it sees
+    CHECK_EQUAL(uniform_selection(s, 5)[299 * size_t(s.selection_words())], 31u);
+}
 // A block of the model is one of the benchmark that lies in the same place in proportion, and neighbours that chose the
 // same still do.
 TEST(cuda_bench_trained_selections) {
@@ -340,7 +361,7 @@ TEST(cuda_bench_attention_runs) {
     Timed<Cuda> dev(0, size_t(1) << 20);
     const bench_tests::Report report;
     const std::vector<AttentionRow> rows = run_attention(dev, c, 64, sets, sets, 64, report.file);
-    constexpr size_t ROWS = 18;
+    constexpr size_t ROWS = 22;
     REQUIRE(rows.size() == size_t(lengths) * ROWS);
     const std::string text = report.text();
     const std::array<double, 2> ceilings = bench_tests::printed_ceilings(text);
@@ -412,7 +433,7 @@ TEST(cuda_bench_attention_runs) {
                 CHECK(conditions.find(format_text("%d x %d, 6 heads in 2 groups of dimension 16", B, T)) == 0 &&
                       conditions.find(" us at the measured ceilings") != std::string::npos);
                 if (!dense)
-                    CHECK(conditions.find(format_text(", %.2f of full attention; selection scattered: ",
+                    CHECK(conditions.find(format_text(", %.2f of full attention; selection uniform: ",
                                                       total.us[pass] / found[WHOLE_FULL].us[pass])) !=
                           std::string::npos);
             }
@@ -422,9 +443,11 @@ TEST(cuda_bench_attention_runs) {
         CHECK_EQUAL(found["full: attention"].work[0].flops, 4.0 * s.D * B * s.H * T * (T + 1) / 2);
     }
     CHECK_EQUAL(line, printed.size());
-    for (const char* part : {"ceilings measured in this run, at its end", "T 64, scattered: selected branch by",
-                             "selected, shared, gathered", "NSA / full attention, shared",
-                             "NSA / full attention, scattered", "relative to the ceilings at the beginning"})
+    for (const char* part :
+         {"ceilings measured in this run, at its end", "T 64, scattered: selected branch by",
+          "selected, shared, gathered", "NSA / full attention, shared", "NSA / full attention, scattered",
+          "NSA / full attention, uniform", "T 64, uniform: a query chooses ", "selected, uniform, auto",
+          "relative to the ceilings at the beginning"})
         CHECK(text.find(part) != std::string::npos);
     CHECK(text.find("nan") == std::string::npos && text.find("inf ") == std::string::npos);
 }
@@ -563,7 +586,8 @@ TEST(cuda_bench_published_times) {
         for (const auto& [name, us] :
              {std::pair("compressed", 1000.0), std::pair("scores and choice", 610.0),
               std::pair("selected, shared, auto", 1700.0), std::pair("selected, scattered, auto", 6800.0),
-              std::pair(WHOLE_SHARED, 5000.0), std::pair(WHOLE_SCATTERED, 20000.0),
+              std::pair("selected, uniform, auto", 3400.0), std::pair(WHOLE_SHARED, 5000.0),
+              std::pair(WHOLE_SCATTERED, 20000.0),
               std::pair(WHOLE_FULL, T == 4096   ? 4000.0
                                     : T == 8192 ? 10000.0
                                                 : 30000.0)}) {
@@ -581,17 +605,18 @@ TEST(cuda_bench_published_times) {
         const char *name, *conditions;
         double ms;
     } cases[] = {{"selected alone, H100, 8192: forward",
-                  "theirs 3.40 on an H100, ratio 0.50; selection scattered: 6.800 ms, 2.00", 1.7},
+                  "theirs 3.40 on an H100, selection uniform, ratio 1.00; selection scattered: 6.800 ms, 2.00; "
+                  "selection shared: 1.700 ms, 0.50",
+                  3.4},
                  {"selected alone, H100, 8192: backward",
-                  "theirs 3.95 on an H100, ratio 0.86; selection scattered: 13.600 ms, 3.44", 3.4},
-                 {"compressed, with scores, H100, 8192: forward",
-                  "theirs 1.61 on an H100, ratio 1.00; selection scattered: 1.610 ms, 1.00", 1.61},
-                 {"compressed, with scores, H100, 8192: backward",
-                  "theirs 1.25 on an H100, ratio 1.60; selection scattered: 2.000 ms, 1.60", 2},
+                  "theirs 3.95 on an H100, selection uniform, ratio 1.72; selection scattered: 13.600 ms, 3.44; "
+                  "selection shared: 3.400 ms, 0.86",
+                  6.8},
+                 {"compressed, with scores, H100, 8192: forward", "theirs 1.61 on an H100, ratio 1.00", 1.61},
+                 {"compressed, with scores, H100, 8192: backward", "theirs 1.25 on an H100, ratio 1.60", 2},
                  {"NSA, all of it, H800, 32768: backward",
-                  "theirs 29.00 on an H800, ratio 0.34; selection scattered: 40.000 ms, 1.38", 10},
-                 {"dense, FlashAttention-3, H800, 32768: forward",
-                  "theirs 26.70 on an H800, ratio 1.12; selection scattered: 30.000 ms, 1.12", 30}};
+                  "theirs 29.00 on an H800, selection scattered, ratio 1.38; selection shared: 10.000 ms, 0.34", 40},
+                 {"dense, FlashAttention-3, H800, 32768: forward", "theirs 26.70 on an H800, ratio 1.12", 30}};
     for (const auto& c : cases) {
         const auto result = results.find(format_text("published shape, %s", c.name));
         REQUIRE(result != results.end());
