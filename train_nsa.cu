@@ -117,8 +117,9 @@ struct TensorTable : TensorList {
         if (c.smear) add("smear.gate.weight", vector_of(C).with(INIT_ZERO));
         if (c.smear) add("smear.scale.weight", vector_of(C).with(INIT_ZERO_TWO));
         for (int64_t i = 0; i < c.layers; i++) {
+            const bool is_nsa = s.kind_of_layer(size_t(i)) == NSA_LAYER;
 #define ADD(field, on_disk, form) \
-    if (form.is_there && (c.attention == "nsa" || !form.only_nsa)) add(name_in_layer(i, on_disk), form);
+    if (form.is_there && (is_nsa || !form.only_nsa)) add(name_in_layer(i, on_disk), form);
             LAYER_TENSORS(ADD)
 #undef ADD
         }
@@ -279,9 +280,10 @@ struct Model {
 // All layers share one buffer for what they do not keep. The backward pass computes it again, to the same bits.
 // The buffers of a layer. `cached`: what is costly, or a cache of decoding.
 //   BUFFER(type, field, count(elements), kept(does each layer keep its own, or do all use the first one's?), name)
-// The name gives the shape in training, where queries = T and N = B*queries. NSA has BRANCHES branches, indexed by
-// Branch, and HEAD_SLOTS keys and values, indexed by HeadSlot; full attention has only those of the window. projected
-// is the input projection, and in the backward pass its gradient.
+// The name gives the shape in training, where queries = T and N = B*queries. A layer of NSA has BRANCHES branches,
+// indexed by Branch, and HEAD_SLOTS keys and values, indexed by HeadSlot; others have only those of the window. So each
+// layer's own buffers are as large as its attention needs, and those that all share as large as any of them needs.
+// projected is the input projection, and in the backward pass its gradient.
 // clang-format off
 #define LAYER_BUFFERS(BUFFER)                                                                                         \
     BUFFER(real, kv,                count(kv_rows * (D + Dv)), kept(heads), "keys and values (3, B, G, T, D+Dv)")     \
@@ -371,11 +373,12 @@ struct Activations {
         return Activations(dev, c, B, T, mode, queries, true).arena.wanted;
     }
 
-    typename Dev::Heads heads(const Layer& acts) const {
-        return with_slots(typename Dev::Heads{acts.q, {}, acts.gate}, acts.kv);
+    // s: the shape of the layer
+    typename Dev::Heads heads(const Layer& acts, const NsaShape& s) const {
+        return with_slots(typename Dev::Heads{acts.q, {}, acts.gate}, acts.kv, s);
     }
-    typename Dev::HeadGradients head_gradients() const {
-        return with_slots(typename Dev::HeadGradients{dq, {}, dgate}, dkv);
+    typename Dev::HeadGradients head_gradients(const NsaShape& s) const {
+        return with_slots(typename Dev::HeadGradients{dq, {}, dgate}, dkv, s);
     }
 
     // Cuts the rows into equal chunks of at most 52 M logits (208 MiB of fp32), or 416 M (832 MiB of bf16) on a GPU,
@@ -389,16 +392,26 @@ struct Activations {
 
   private:
     template <class H>
-    H with_slots(H h, real* kv) const {
-        for (int i = shape.first_slot(); i < HEAD_SLOTS; i++) {
+    static H with_slots(H h, real* kv, const NsaShape& s) {
+        for (int i = s.first_slot(); i < HEAD_SLOTS; i++) {
             h.kv[i] = kv;
-            kv += shape.key_rows() * size_t(shape.slot_dim(i));
+            kv += s.key_rows() * size_t(s.slot_dim(i));
         }
         return h;
     }
 
     void place(bool training) {
-        const NsaShape& s = shape;
+        for (size_t i = 0; i < layer.size(); i++) {
+            if (training || i < 2) arena.take(layer[i].x, "x (N, C)", size_t(shape.B) * shape.queries * C);
+            else layer[i].x = layer[i - 2].x;  // in inference a layer reads one of two and writes the other
+            place_buffers(shape.of_layer(i), training, &layer[i], true);
+            if (i == 0) place_buffers(shape, training, &layer[0], false);
+        }
+        place_buffers(shape, training, nullptr, false);
+    }
+
+    // Those of a layer that are its own or, of the first one, that all use; without a layer, those of SHARED_BUFFERS.
+    void place_buffers(const NsaShape& s, bool training, Layer* acts, bool own) {
         const size_t N = size_t(s.B) * s.queries, D = size_t(s.D), Dv = size_t(s.Dv()), words = s.selection_words();
         const size_t kv_rows = s.branches() * s.key_rows(), cmp_rows = s.cmp_rows();
         const size_t branch_rows = s.branches() * N * s.H, gates = s.full ? 0 : branch_rows,
@@ -412,16 +425,14 @@ struct Activations {
         const auto there = [](bool at_all) { return at_all; };
 #define PLACE(type, field, elements, is_there, name) \
     if (is_there) arena.take(field, name, elements);
-#define PLACE_IN_LAYER(type, field, elements, is_kept, name)       \
-    if (is_kept || i == 0) arena.take(acts.field, name, elements); \
-    else acts.field = layer[0].field;
-        for (size_t i = 0; i < layer.size(); i++) {
-            Layer& acts = layer[i];
-            if (training || i < 2) arena.take(acts.x, "x (N, C)", N * C);
-            else acts.x = layer[i - 2].x;  // in inference a layer reads one of two and writes the other
+#define PLACE_IN_LAYER(type, field, elements, is_kept, name)     \
+    if (is_kept == own) arena.take(acts->field, name, elements); \
+    else if (own) acts->field = layer[0].field;
+        if (acts) {
             LAYER_BUFFERS(PLACE_IN_LAYER)
+        } else {
+            SHARED_BUFFERS(PLACE)
         }
-        SHARED_BUFFERS(PLACE)
 #undef PLACE
 #undef PLACE_IN_LAYER
     }
@@ -440,7 +451,7 @@ void forward_layer(const Model<Dev>& model, Activations<Dev>& a, size_t i, const
     const int N = s.B * s.queries, C = int(a.C), M = int(a.M), Dv = s.Dv();
     const size_t rows = s.query_rows(), kv = s.cmp_rows() * s.D;
     typename Dev::real* x_next = i + 1 < a.layer.size() ? a.layer[i + 1].x : a.x_out;
-    const auto h = a.heads(acts);
+    const auto h = a.heads(acts, s);
     const ProfileRange range = model.enter("forward", int64_t(i));
     dev.rmsnorm_forward(acts.attn_normed, acts.attn_rstd, acts.x, w.attn_norm, N, C);
     dev.matmul_forward(acts.projected, acts.attn_normed, w.q_proj, nullptr, N, C, s.projected());  // and all joined
@@ -535,10 +546,13 @@ double classify(Model<Dev>& model, Activations<Dev>& a, const int32_t* targets, 
 template <class Dev>
 std::vector<uint32_t> selections_of(const Activations<Dev>& a) {
     const NsaShape& s = a.shape;
-    const size_t words = s.full ? 0 : size_t(s.B) * s.G * s.T * s.selection_words();
-    std::vector<uint32_t> all(words * a.layer.size());
-    for (size_t i = 0; words && i < a.layer.size(); i++)
-        a.dev.copy(all.data() + i * words, a.layer[i].selection, words);
+    const size_t words = size_t(s.B) * s.G * s.T * s.selection_words();
+    std::vector<uint32_t> all;
+    for (size_t i = 0; i < a.layer.size(); i++) {
+        if (s.kind_of_layer(i) != NSA_LAYER) continue;
+        all.resize(all.size() + words);
+        a.dev.copy(all.data() + all.size() - words, a.layer[i].selection, words);
+    }
     return all;
 }
 
@@ -551,12 +565,13 @@ void recompute_layer(Model<Dev>& model, Activations<Dev>& a, size_t i) {
     Dev& dev = model.dev;
     auto& acts = a.layer[i];
     const auto& w = model.w.layer[i];
-    const int N = a.shape.B * a.shape.T, C = int(a.C);
-    if (a.recompute == 2) return forward_layer(model, a, i, a.shape.of_layer(i), true);
-    if (a.shape.qk_norm) dev.split_heads_forward(a.heads(acts), acts.projected, w.q_norm, a.shape);
+    const NsaShape s = a.shape.of_layer(i);
+    const int N = s.B * s.T, C = int(a.C);
+    if (a.recompute == 2) return forward_layer(model, a, i, s, true);
+    if (s.qk_norm) dev.split_heads_forward(a.heads(acts, s), acts.projected, w.q_norm, s);
     if (a.recompute == 0) return;
     dev.rmsnorm_forward(acts.attn_normed, acts.attn_rstd, acts.x, w.attn_norm, N, C);
-    dev.combine_forward(acts.attn, acts.o, acts.gate, a.shape);
+    dev.combine_forward(acts.attn, acts.o, acts.gate, s);
     dev.rmsnorm_forward(acts.mlp_normed, acts.mlp_rstd, acts.x_mid, w.mlp_norm, N, C);
     dev.silu_forward(acts.act, acts.fc1, size_t(N) * a.M);
 }
@@ -570,8 +585,8 @@ void backward_branches(Model<Dev>& model, Activations<Dev>& a, size_t i) {
     auto& acts = a.layer[i];
     const auto& w = model.w.layer[i];
     const auto& dw = model.dw.layer[i];
-    const auto h = a.heads(acts);
-    const auto d = a.head_gradients();
+    const auto h = a.heads(acts, s);
+    const auto d = a.head_gradients(s);
     const size_t rows = s.query_rows(), kv = s.cmp_rows() * s.D;
 
     // attn = sum of gate * branch
@@ -596,7 +611,7 @@ void backward_branches(Model<Dev>& model, Activations<Dev>& a, size_t i) {
 template <class Dev>
 void backward_layer(Model<Dev>& model, Activations<Dev>& a, size_t i) {
     Dev& dev = model.dev;
-    const NsaShape& s = a.shape;
+    const NsaShape s = a.shape.of_layer(i);
     auto& acts = a.layer[i];
     const auto& w = model.w.layer[i];
     const auto& dw = model.dw.layer[i];
@@ -619,7 +634,7 @@ void backward_layer(Model<Dev>& model, Activations<Dev>& a, size_t i) {
     dev.matmul_backward_input(a.dattn, a.dx, w.o_proj, N, HDv, C);
     backward_branches(model, a, i);
     // heads = split(attn_normed [q; k; v; gate]^T)
-    dev.split_heads_backward(acts.projected, dw.q_norm, a.head_gradients(), w.q_norm, s);
+    dev.split_heads_backward(acts.projected, dw.q_norm, a.head_gradients(s), w.q_norm, s);
     dev.matmul_backward_weight(dw.q_proj, acts.projected, acts.attn_normed, N, C, P);
     dev.matmul_backward_input(a.dnormed, acts.projected, w.q_proj, N, C, P);
     // attn_normed = rmsnorm(x)

@@ -58,8 +58,7 @@ class Config:
     window: int
     phi_hidden: int
     mlp_hidden: int
-    attention: str  # "nsa", or "full": dense causal attention
-    full_every: int  # with "full": one layer of so many sees all tokens, the last of them, the others the window
+    attention: str  # of each layer: "nsa", "full", "window", or a pattern of them that repeats: "window,nsa"
     vocab_size: int
     rope_base: float
     norm_eps: float
@@ -72,18 +71,26 @@ class Config:
     def value_dim(self):
         return self.v_head_dim or self.head_dim
 
+    def kind(self, layer):
+        """nsa, full or window."""
+        pattern = self.attention.split(",")
+        return pattern[layer % len(pattern)]
+
+    def layers_of_nsa(self):
+        return [i for i in range(self.layers) if self.kind(i) == "nsa"]
+
 
 def read_config(text, path):
     """config.json's text -> Config. Keys that do not describe the model (seq_len, tokenizer) are not needed here."""
     try:
         # older ones do not name these
-        later = {"qk_norm": "off", "smear": "off", "head": "tied", "v_head_dim": 0, "full_every": 1}
+        later = {"qk_norm": "off", "smear": "off", "head": "tied", "v_head_dim": 0}
         values = later | json.loads(text)
         c = Config(**{field.name: field.type(values[field.name]) for field in dataclasses.fields(Config)})
     except (ValueError, TypeError, KeyError) as e:
         raise Failure(f"{path}: metadata key 'config' is not a complete config.json: {type(e).__name__} {e}")
     rules = {
-        "attention is nsa or full": c.attention in ("nsa", "full"),
+        "attention is a pattern of nsa, full, window": set(c.attention.split(",")) <= {"nsa", "full", "window"},
         "qk_norm is on or off": c.qk_norm in ("on", "off"),
         "smear is on or off": c.smear in ("on", "off"),
         "head is tied or untied": c.head in ("tied", "untied"),
@@ -97,7 +104,7 @@ def read_config(text, path):
         "cmp_stride divides cmp_block and slc_block": (
             c.cmp_block % max(c.cmp_stride, 1) == 0 and c.slc_block % max(c.cmp_stride, 1) == 0
         ),
-        "slc_count is at least the 3 forced blocks": c.attention == "full" or c.slc_count >= 3,
+        "slc_count is at least the 3 forced blocks": not c.layers_of_nsa() or c.slc_count >= 3,
     }
     for rule, holds in rules.items():
         if not holds:
@@ -113,12 +120,12 @@ def parameter_shapes(c):
         shapes |= {"smear.gate.weight": (C,), "smear.scale.weight": (C,)}
     for i in range(c.layers):
         layer = {"attn_norm.weight": (C,), "mlp_norm.weight": (C,), "attn.q_proj.weight": (c.heads * D, C)}
-        for branch in ("cmp", "slc", "win") if c.attention == "nsa" else ("win",):
+        for branch in ("cmp", "slc", "win") if c.kind(i) == "nsa" else ("win",):
             layer |= {f"attn.{kind}_{branch}_proj.weight": (c.kv_groups * n, C) for kind, n in (("k", D), ("v", Dv))}
         if c.qk_norm == "on":
-            for kind in ("q", "k_cmp", "k_slc", "k_win") if c.attention == "nsa" else ("q", "k_win"):
+            for kind in ("q", "k_cmp", "k_slc", "k_win") if c.kind(i) == "nsa" else ("q", "k_win"):
                 layer[f"attn.{kind}_norm.weight"] = (D,)
-        if c.attention == "nsa":
+        if c.kind(i) == "nsa":
             layer["attn.gate_proj.weight"] = (3 * c.heads, C)
             for phi, n in (("phi_k", D), ("phi_v", Dv)):
                 layer |= {
@@ -204,7 +211,7 @@ def select(importance, c):
 
 
 def attention(x, w, c, given=None, layer=0):
-    """x [T, C], w the layer's attn.* parameters -> [T, C] and the layer's Selection (None with full attention).
+    """x [T, C], w the layer's attn.* parameters -> [T, C] and the layer's Selection (None without NSA).
     given [T, G, blocks] replaces the selection that the branch uses."""
     T, G, D, h = len(x), c.kv_groups, c.head_dim, c.heads // c.kv_groups
     t = torch.arange(T)
@@ -219,8 +226,8 @@ def attention(x, w, c, given=None, layer=0):
 
     q = rope(heads("q", G, h), t, c.rope_base)
     k_win, v_win = rope(heads("k_win", G), t, c.rope_base), heads("v_win", G)
-    if c.attention == "full":
-        seen = before & (past < c.window) if (layer + 1) % c.full_every else before
+    if c.kind(layer) != "nsa":
+        seen = before & (past < c.window) if c.kind(layer) == "window" else before
         full, _ = attend(q, k_win, v_win, seen[:, None])
         return full.reshape(T, -1) @ w["attn.o_proj.weight"].T, None
     k_slc, v_slc = rope(heads("k_slc", G), t, c.rope_base), heads("v_slc", G)
@@ -275,7 +282,7 @@ def smear(e, gate, scale):
 
 def forward(tokens, params, c, given=None):
     """tokens [T] -> logits [T, V] and one Selection per layer.
-    given: per layer, the selection to use instead of the one computed here."""
+    given: {layer: the selection to use instead of the one computed here}."""
     x, found = params["embed_tokens.weight"][tokens], []
     if c.smear == "on":
         x = smear(x, params["smear.gate.weight"], params["smear.scale.weight"])
@@ -283,7 +290,7 @@ def forward(tokens, params, c, given=None):
         prefix = f"layers.{i}."
         w = {name[len(prefix):]: p for name, p in params.items() if name.startswith(prefix)}
         # The backward pass computes the layer again: the T x T weights of one layer at a time are enough memory.
-        x, selection = checkpoint(layer_forward, x, w, c, given[i] if given else None, i, use_reentrant=False)
+        x, selection = checkpoint(layer_forward, x, w, c, given.get(i) if given else None, i, use_reentrant=False)
         found.append(selection)
     head = "embed_tokens.weight" if c.head == "tied" else "head.weight"
     return rmsnorm(x, params["norm.weight"], c.norm_eps) @ params[head].T, found
@@ -293,23 +300,25 @@ class Results(NamedTuple):
     logits: torch.Tensor  # [B, T, V]
     loss: torch.Tensor    # [1], mean cross-entropy over the B*T targets
     grads: dict           # {name: gradient of the loss}
-    selection: list       # per layer a Selection with a leading dimension B; empty with full attention
+    selection: dict       # {layer of NSA: its Selection with a leading dimension B}
 
 
 def run(c, params, inputs, targets, given=None):
     """Logits, loss, gradients and selection of a batch, inputs and targets [B, T].
-    given: per layer [B, T, G, blocks], see forward()."""
+    given: {layer: [B, T, G, blocks]}, see forward()."""
     params = {name: p.detach().requires_grad_() for name, p in params.items()}
     B, T = inputs.shape
     loss, logits, found = 0, [], []
     for row in range(B):
-        row_logits, row_found = forward(inputs[row], params, c, [layer[row] for layer in given] if given else None)
+        row_given = {i: layer[row] for i, layer in given.items()} if given else None
+        row_logits, row_found = forward(inputs[row], params, c, row_given)
         row_loss = F.cross_entropy(row_logits, targets[row], reduction="sum") / (B * T)
         row_loss.backward()
         loss = loss + row_loss.detach()
         logits.append(row_logits.detach())
         found.append(row_found)
-    selection = [Selection(*map(torch.stack, zip(*rows))) for rows in zip(*found)] if c.attention == "nsa" else []
+    by_layer = list(zip(*found))
+    selection = {i: Selection(*map(torch.stack, zip(*by_layer[i]))) for i in c.layers_of_nsa()}
     # A parameter that nothing used (the compressor when T < l) gets gradient zero.
     grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in params.items()}
     return Results(torch.stack(logits), loss.reshape(1), grads, selection)
@@ -396,10 +405,8 @@ def read_state(path):
     }
     for name, shape in shapes.items():
         expected |= {name: ("F32", shape), "grad." + name: ("F32", shape)}
-    if c.attention == "nsa":
-        expected |= {
-            f"layers.{i}.selection": ("U8", (B, c.kv_groups, T, -(-T // c.slc_block))) for i in range(c.layers)
-        }
+    blocks = -(-T // c.slc_block)
+    expected |= {f"layers.{i}.selection": ("U8", (B, c.kv_groups, T, blocks)) for i in c.layers_of_nsa()}
     for name, (dtype, shape) in expected.items():
         found = tensors.get(name)
         if found is None or found.dtype != DTYPES[dtype] or found.shape != shape:
@@ -528,12 +535,12 @@ def compare(path, use_selection="from-state", precision=None, rtol=None):
     c, (B, T) = state.config, state.inputs.shape
     precision = precision or precision_of(state, path)
     rtol = default_rtol(c, B, T, precision) if rtol is None else rtol
-    dumped = [to_tgb(state.tensors[f"layers.{i}.selection"]) for i in range(c.layers)] if c.attention == "nsa" else []
-    given = [layer.bool() for layer in dumped] if dumped and use_selection == "from-state" else None
+    dumped = {i: to_tgb(state.tensors[f"layers.{i}.selection"]) for i in c.layers_of_nsa()}
+    given = {i: layer.bool() for i, layer in dumped.items()} if use_selection == "from-state" else None
     results = run(c, state.params, state.inputs, state.targets, given)
 
     failures, beyond = [], []
-    for i, found in enumerate(results.selection):
+    for i, found in results.selection.items():
         check_selection(i, found, dumped[i], c, precision, failures)
 
     rows = {"logits": results.logits, "loss": results.loss} | {
@@ -720,7 +727,7 @@ def golden(state_path, golden_path):
                 f"grad_sample.{name}": grad[np.arange(samples) * grad.size // samples],
                 # cumsum adds in index order, sum does not
                 f"param_sum.{name}": np.cumsum(param.flatten().numpy())[-1:]}
-    for i, found in enumerate(results.selection):
+    for i, found in results.selection.items():
         margin, safety = selection_margin(i, found, c)
         out |= {f"layers.{i}.selection": found.chosen.transpose(1, 2).numpy().astype(np.uint8),
                 f"layers.{i}.selection_margin": np.array([margin]), f"layers.{i}.selection_safety": np.array([safety])}
@@ -804,7 +811,7 @@ def naive_forward(c, weights, tokens):
             return [[norm(at + name + "_norm.weight", head) for head in row] for row in heads]
 
         q, kw, vw = projected("q"), projected("k_win"), projected("v_win")
-        if c.attention == "nsa":
+        if c.kind(layer) == "nsa":
             kc, vc, ks, vs = (
                 projected("k_cmp"),
                 projected("v_cmp"),
@@ -814,7 +821,7 @@ def naive_forward(c, weights, tokens):
             z = [linear(at + "gate_proj.weight", row) for row in y]
         mixed, sets = [[None] * c.heads for _ in range(T)], [[None] * c.kv_groups for _ in range(T)]
         for g in range(c.kv_groups):
-            if c.attention == "nsa":
+            if c.kind(layer) == "nsa":
                 starts = [i for i in range(0, T, c.cmp_stride) if i + c.cmp_block <= T]
                 compressed_keys = [
                     rotated(phi(at + "phi_k", [kc[s][g] for s in range(i, i + c.cmp_block)]), i) for i in starts
@@ -822,10 +829,11 @@ def naive_forward(c, weights, tokens):
                 compressed_values = [phi(at + "phi_v", [vc[s][g] for s in range(i, i + c.cmp_block)]) for i in starts]
             for t in range(T):
                 queries = [rotated(q[t][g * h + a], t) for a in range(h)]
-                if c.attention == "full":
-                    keys = [rotated(kw[s][g], s) for s in range(t + 1)]
+                if c.kind(layer) != "nsa":
+                    near = range(0 if c.kind(layer) == "full" else max(0, t - c.window + 1), t + 1)
+                    keys = [rotated(kw[s][g], s) for s in near]
                     for a in range(h):
-                        mixed[t][g * h + a] = softmax_mix(queries[a], keys, [vw[s][g] for s in range(t + 1)])[0]
+                        mixed[t][g * h + a] = softmax_mix(queries[a], keys, [vw[s][g] for s in near])[0]
                     continue
                 visible = [i for i in range(len(starts)) if starts[i] + c.cmp_block - 1 <= t]
                 seen = [compressed_keys[i] for i in visible], [compressed_values[i] for i in visible]
@@ -894,7 +902,6 @@ def tiny(**changes):
         qk_norm="off",
         smear="off",
         head="tied",
-        full_every=1,
     )
     return Config(**(base | changes))
 
@@ -941,7 +948,7 @@ def check_against_loops(c, T, edit=None):
     difference = abs(results.loss.item() - naive_loss(c, lists, inputs[0].tolist(), targets[0].tolist()))
     expect(difference < 1e-12, f"losses differ by {difference:.3g}")
     free = 0
-    for i, layer in enumerate(results.selection):
+    for i, layer in results.selection.items():
         for t in range(T):
             for g in range(c.kv_groups):
                 found, expected = set(layer.chosen[0, t, g].nonzero().flatten().tolist()), selected[i][t][g]
@@ -1072,9 +1079,9 @@ def check_limiting_cases():
     )
     band = (t[:, None] >= t) & (t[:, None] - t < c.window)
     near = F.scaled_dot_product_attention(*per_head, attn_mask=band).transpose(0, 1).reshape(T, -1)
-    found = attention(x, w, tiny(layers=1, attention="full", full_every=2))[0]
+    found = attention(x, w, tiny(layers=1, attention="window"))[0]
     expect(
-        (found - near @ w["attn.o_proj.weight"].T).abs().max() < 1e-13, "a layer between full ones has another window"
+        (found - near @ w["attn.o_proj.weight"].T).abs().max() < 1e-13, "a layer of a window has another window"
     )
     # Gate rows of +-40 on a constant input element open one branch and close the others.
     x[:, 0] = 1
@@ -1107,7 +1114,7 @@ def write_state(path, c, params, inputs, targets, results):
     tensors |= {"logits": results.logits.numpy(), "loss": results.loss.numpy()}
     tensors = {name: array.astype(np.float32) for name, array in tensors.items()}
     tensors |= {"inputs": inputs.numpy().astype(np.int32), "targets": targets.numpy().astype(np.int32)}
-    for i, layer in enumerate(results.selection):
+    for i, layer in results.selection.items():
         tensors[f"layers.{i}.selection"] = layer.chosen.transpose(1, 2).numpy().astype(np.uint8)
     options = f"./train_nsa --seed 1 --dump-state {path} --steps 1"
     metadata = {"config": json.dumps(dataclasses.asdict(c)), "options": options, "precision": "fp32"}
@@ -1201,14 +1208,14 @@ def check_compare():
         for name in ("k_cmp_proj", "phi_k.fc2"):
             params[f"layers.1.attn.{name}.weight"] *= 1e-9
         results = run(c, params, inputs, targets)
-        given = [layer.chosen.clone() for layer in results.selection]
+        given = {i: layer.chosen.clone() for i, layer in results.selection.items()}
         write_state(path, c, params, inputs, targets, results)
         wrong = {name: np.array(array) for name, array in read_safetensors(path)[0].items()}
         swap(38, best=True)(wrong["layers.1.selection"])
         given[1] = to_tgb(wrong["layers.1.selection"]).bool()
         swapped = run(c, params, inputs, targets, given)
         swapped = swapped._replace(
-            selection=[layer._replace(chosen=chosen) for layer, chosen in zip(swapped.selection, given)]
+            selection={i: layer._replace(chosen=given[i]) for i, layer in swapped.selection.items()}
         )
         write_state(path, c, params, inputs, targets, swapped)
         failures = quietly(compare, path)
@@ -1249,7 +1256,7 @@ def check_golden():
         expect(tensors["param_sum." + name] == [in_order], f"param_sum.{name}")
     flat = results.logits.flatten(0, 1)
     expect(tensors["logits"] == [flat[row].tolist() for row in tensors["logits_rows"]], "logits")
-    for i, layer in enumerate(results.selection):
+    for i, layer in results.selection.items():
         expect(tensors[f"layers.{i}.selection"] == layer.chosen.transpose(1, 2).int().tolist(), f"layers.{i}.selection")
         margin = math.inf
         for row in range(2):
@@ -1381,6 +1388,8 @@ SELFTESTS = {
     "loops: T < l": lambda: check_against_loops(tiny(cmp_block=32, cmp_stride=2), 31),
     "loops: T = l": lambda: check_against_loops(tiny(cmp_block=8, cmp_stride=4), 8),
     "loops: full attention": lambda: check_against_loops(tiny(attention="full"), 25),
+    "loops: layers in turn, all options": lambda: check_against_loops(
+        tiny(layers=3, attention="window,nsa,full", v_head_dim=2, qk_norm="on", smear="on", head="untied"), 39),
     "loops: narrower values, all options": lambda: check_against_loops(
         tiny(v_head_dim=2, qk_norm="on", smear="on", head="untied"), 39),
     "loops: wider values": lambda: check_against_loops(tiny(v_head_dim=6), 29),

@@ -1,5 +1,6 @@
 // flops.h: the arithmetic that a model needs, for MFU and for the benchmarks. Used by train_nsa.cu.
 #pragma once
+#include <algorithm>
 #include <string>
 
 #include "shape.h"
@@ -18,12 +19,11 @@ double model_flops_per_token(const Specs& specs, const NsaShape& s, int64_t laye
         const double rows = t.name.find(".phi_") == std::string::npos ? double(s.T) : double(s.cmp_rows());
         if (t.columns) flops += 6 * rows * double(t.size);
     }
-    const int64_t last = layers / s.full_every;  // layers that are the last of so many; all of them, but for full-every
-    const auto add_pairs = [&](const NsaShape& layer, int64_t count) {
+    for (int64_t i = 0; i < std::min<int64_t>(layers, s.period); i++) {
+        const NsaShape layer = s.of_layer(size_t(i));
+        const double alike = double((layers - i + s.period - 1) / s.period);  // layers of this place in the pattern
         for (const Branch branch : {CMP, SLC, WIN})
-            if (s.has(branch) && count) flops += 6.0 * (s.D + s.Dv()) * attention_pairs(branch, layer) * double(count);
-    };
-    add_pairs(s.of_layer(size_t(s.full_every) - 1), last);
-    add_pairs(s.of_layer(0), layers - last);
+            if (layer.has(branch)) flops += 6.0 * (s.D + s.Dv()) * attention_pairs(branch, layer) * alike;
+    }
     return flops / s.T;
 }

@@ -15,7 +15,12 @@ constexpr int BRANCHES = WIN + 1;
 constexpr const char* BRANCH_NAMES[BRANCHES] = {"cmp", "slc", "win"};
 constexpr const char* ATTENTION_NAMES[BRANCHES] = {"attention: compressed", "attention: selected", "attention: window"};
 
-// The order of the key and value projections. Full attention has the last two only.
+// What --attention makes a layer: all three branches, or the window branch alone, over all tokens or the last w.
+enum LayerKind { NSA_LAYER, FULL_LAYER, WINDOW_LAYER };
+constexpr const char* LAYER_KIND_NAMES[] = {"nsa", "full", "window"};
+constexpr int MAX_PATTERN = 16;  // layers of a pattern, which repeats: two bits each in NsaShape::kinds
+
+// The order of the key and value projections. Layers without NSA have the last two only.
 enum HeadSlot { K_CMP, V_CMP, K_SLC, V_SLC, K_WIN, V_WIN };
 constexpr int HEAD_SLOTS = V_WIN + 1;
 
@@ -43,11 +48,13 @@ struct NsaShape {
     int F = 0;                // hidden width of the compressor phi
     int rope_base = 10000;    // of RoPE's angles
     int qk_norm = 0;          // 1: --qk-norm: heads of q and of the keys are normed before RoPE
-    int full = 0;             // 1: --attention full: the window branch alone, over all tokens, its gate fixed to 1
-    int full_every = 1;       // --full-every: one layer of so many sees all tokens then, the others see w
-    int near = 0;             // 1: this is the shape of such another layer, see of_layer()
-    unsigned left_out = 0;    // --branches: bit b is set where branch b is left out, which is a gate of 0
-    int v_head_dim = 0;       // --v-head-dim: dimension of a value's head; 0: D
+    int full = 0;           // 1: the window branch alone, over all tokens, its gate fixed to 1; of a model: no layer is
+                            // NSA's, so that its buffers are those of the largest layer
+    int near = 0;           // 1: with full, a query sees w keys in place of all: a layer of a window
+    unsigned kinds = 0;     // --attention: the LayerKind of each layer of the pattern, two bits each from the lowest
+    int period = 1;         // layers of the pattern
+    unsigned left_out = 0;  // --branches: bit b is set where branch b is left out, which is a gate of 0
+    int v_head_dim = 0;     // --v-head-dim: dimension of a value's head; 0: D
 
     HOST_DEVICE int heads_per_group() const { return H / G; }
     HOST_DEVICE int Dv() const { return v_head_dim ? v_head_dim : D; }
@@ -65,9 +72,11 @@ struct NsaShape {
     HOST_DEVICE int branches() const { return full ? 1 : BRANCHES; }
     int branch_slot(Branch branch) const { return full ? 0 : int(branch); }
     HOST_DEVICE bool sees_all() const { return full && !near; }
+    LayerKind kind_of_layer(size_t i) const { return LayerKind(kinds >> 2 * (i % size_t(period)) & 3); }
     NsaShape of_layer(size_t i) const {
         NsaShape s = *this;
-        s.near = full && (i + 1) % size_t(full_every);
+        s.full = kind_of_layer(i) != NSA_LAYER;
+        s.near = kind_of_layer(i) == WINDOW_LAYER;
         return s;
     }
 

@@ -18,7 +18,7 @@ struct TensorForm {
     int64_t memory_rows;      // rows of zeros follow in memory, up to these
     Init init = INIT_WEIGHT;  // the values that it begins with, see initial_value()
     bool is_joined = false;   // follows the tensor before it without a gap; else it begins at a multiple of 64 elements
-    bool only_nsa = false;    // full attention has no such tensor
+    bool only_nsa = false;    // a layer without NSA has no such tensor
     bool is_there = true;     // false: this model has no such tensor
     bool by_element = false;  // a matrix whose elements are updated one by one, whatever --optimizer says
 

@@ -38,6 +38,13 @@ inline std::vector<std::string> texts_of_tokens(const std::vector<std::string>& 
     return shown;
 }
 
+inline int64_t layers_of_nsa(const ModelConfig& c) {
+    const NsaShape s = shape_of(c, 1, 1);
+    int64_t count = 0;
+    for (int64_t i = 0; i < c.layers; i++) count += s.kind_of_layer(size_t(i)) == NSA_LAYER;
+    return count;
+}
+
 class Inspection {
   public:
     static constexpr size_t MAX_TOKENS = 16384;  // the page would be of no use
@@ -46,7 +53,8 @@ class Inspection {
 
     template <class Tokenizer>
     Inspection(const Config& c, const std::string& folder, const Tokenizer& tokenizer) {
-        if (c.attention == "full") fail("inspect: %s has full attention, which selects nothing", folder.c_str());
+        if (!has_layers(c, NSA_LAYER))
+            fail("inspect: %s has --attention %s, which selects nothing", folder.c_str(), c.attention.c_str());
         if (c.html.empty() && c.json.empty()) fail_usage("inspect: give --html FILE, --json FILE, or both");
         require_output_file("html", c.html, PAGE_BEGINNING);
         require_output_file("json", c.json, INSPECTED_BEGINNING);
@@ -67,7 +75,7 @@ class Inspection {
                     ",\n\"shape\": {\"layers\": %lld, \"heads\": %lld, \"kv_groups\": %lld, \"cmp_block\": %lld, "
                     "\"cmp_stride\": %lld, \"slc_block\": %lld, \"slc_count\": %lld, \"window\": %lld, \"seq_len\": "
                     "%lld},\n\"ids\": [",
-                    (long long)c.layers, (long long)c.heads, (long long)c.kv_groups, (long long)c.cmp_block,
+                    (long long)layers_of_nsa(c), (long long)c.heads, (long long)c.kv_groups, (long long)c.cmp_block,
                     (long long)c.cmp_stride, (long long)c.slc_block, (long long)c.slc_count, (long long)c.window,
                     (long long)c.seq_len);
         add_list(tokens, [](int32_t id) { return std::to_string(id); });
@@ -76,10 +84,11 @@ class Inspection {
         json += "],\n\"layers\": [";
     }
 
-    // Takes over what a forward pass over all tokens has left of a layer. fold: the engine's eq. 9, see
-    // Cpu::fold_importance.
+    // Takes over what a forward pass over all tokens has left of layer i, if it is one of NSA. fold: the engine's eq.
+    // 9, see Cpu::fold_importance.
     template <class Dev, class Layer, class Fold>
-    void add_layer(Dev& dev, const NsaShape& s, const Layer& y, Fold fold) {
+    void add_layer(Dev& dev, const NsaShape& s, size_t i, const Layer& y, Fold fold) {
+        if (s.kind_of_layer(i) != NSA_LAYER) return;
         const size_t rows = s.query_rows(), D = size_t(s.D), words = size_t(s.selection_words());
         std::vector<float> q(rows * D), keys(s.cmp_rows() * D);
         std::vector<typename Dev::Stat> lse(rows), gate(BRANCHES * rows);
@@ -89,7 +98,7 @@ class Inspection {
         dev.copy(lse.data(), (const typename Dev::Stat*)y.lse, rows);
         dev.copy(gate.data(), (const typename Dev::Stat*)y.gate, gate.size());
         dev.copy(selection.data(), (const uint32_t*)y.selection, selection.size());
-        json += layers++ ? ",\n{\"groups\": [" : "\n{\"groups\": [";
+        json += format_text("%s\n{\"layer\": %zu, \"groups\": [", layers++ ? "," : "", i);
         for (int g = 0; g < s.G; g++) {
             std::vector<std::string> blocks(size_t(s.T)), importances(blocks), totals(blocks), gates(blocks);
 #pragma omp parallel for schedule(dynamic, 16)
@@ -190,7 +199,7 @@ void run_inspect(Config c, WithModel with_model, Fold fold) {
     with_model(c, *trained.weights, [&](auto& model) {  // one pass, as of a prompt
         Decoder<std::decay_t<decltype(model.dev)>> decoder(model, T, T);
         forward(model, decoder.a, inspection.tokens.data(), 0, int(T),
-                [&](size_t i) { inspection.add_layer(model.dev, decoder.a.shape, decoder.a.layer[i], fold); });
+                [&](size_t i) { inspection.add_layer(model.dev, decoder.a.shape, i, decoder.a.layer[i], fold); });
     });
     inspection.write(c.html, c.json);
 }

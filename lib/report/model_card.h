@@ -53,15 +53,16 @@ static std::string rows_of_model(const Config& c, int64_t parameters) {
         table_row("query heads, key-value groups, head dimension",
                   format_text("%lld, %lld, %lld", (long long)c.heads, (long long)c.kv_groups, (long long)c.head_dim));
     if (c.v_head_dim) text += table_row("head dimension of the values", std::to_string(c.v_head_dim));
-    text += table_row("attention",
-                      c.full_every > 1 ? format_text("full in one layer of %lld, a window of %lld in the others",
-                                                     (long long)c.full_every, (long long)c.window)
-                      : c.attention != "nsa"
-                          ? c.attention
-                          : format_text("NSA: blocks of %lld every %lld tokens, %lld selected of %lld, "
-                                        "window of %lld, branches: %s",
-                                        (long long)c.cmp_block, (long long)c.cmp_stride, (long long)c.slc_count,
-                                        (long long)c.slc_block, (long long)c.window, c.branches.c_str()));
+    text += table_row(
+        "attention",
+        !has_layers(c, NSA_LAYER)
+            ? c.attention +
+                  (has_layers(c, WINDOW_LAYER) ? format_text("; windows of %lld tokens", (long long)c.window) : "")
+            : (c.attention == "nsa" ? "" : "layers in turn " + c.attention + "; ") +
+                  format_text("NSA: blocks of %lld every %lld tokens, %lld selected of %lld, "
+                              "window of %lld, branches: %s",
+                              (long long)c.cmp_block, (long long)c.cmp_stride, (long long)c.slc_count,
+                              (long long)c.slc_block, (long long)c.window, c.branches.c_str()));
     text += table_row("vocabulary", format_text("%s, %lld tokens", c.tokenizer.c_str(), (long long)c.vocab_size));
     return text + table_row("trained on sequences of", counted(c.seq_len, "token"));
 }

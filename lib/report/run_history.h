@@ -56,9 +56,11 @@ struct RunHistory {
         return names;
     }
     size_t layers() const {
-        size_t n = 0;
-        while (numbers.count("gate_entropy/layer_" + std::to_string(n))) n++;
-        return n;
+        const std::string name = "gate_entropy/layer_";
+        int n = 0;  // layers without gates have no numbers
+        for (const auto& [key, series] : numbers)
+            if (key.compare(0, name.size(), name) == 0) n = std::max(n, std::atoi(key.c_str() + name.size()) + 1);
+        return size_t(n);
     }
     // A number of the last start; 0 where the log does not have it.
     double fact(const std::string& name) const {

@@ -172,15 +172,17 @@ inline Chart layer_chart(const std::vector<RunHistory>& runs, const std::string&
     for (size_t r = 0; r < runs.size(); r++) {
         const size_t layers = runs[r].layers();
         LogSeries mean;
+        size_t found = 0;  // layers without gates have no series
         for (size_t i = 0; i < layers; i++) {
             const LogSeries& series = runs[r].of(name + "/layer_" + std::to_string(i));
+            if (series.empty()) continue;
             if (runs.size() == 1)
                 c.lines.push_back(line_of(series, layer_color(i, layers), format_text("layer %zu", i)));
-            mean.resize(i ? std::min(mean.size(), series.size()) : series.size(), {0, 0, 0, 0});
+            mean.resize(found++ ? std::min(mean.size(), series.size()) : series.size(), {0, 0, 0, 0});
             for (size_t k = 0; k < mean.size(); k++)
-                mean[k] = {series[k].step, series[k].tokens, series[k].hours,
-                           mean[k].value + series[k].value / double(layers)};
+                mean[k] = {series[k].step, series[k].tokens, series[k].hours, mean[k].value + series[k].value};
         }
+        for (LogPoint& p : mean) p.value /= double(found);
         if (runs.size() > 1) c.lines.push_back(line_of(mean, run_color(r), runs[r].folder));
     }
     return c;

@@ -37,8 +37,10 @@ static NsaShape shape_of(const ModelConfig& c, int64_t B, int64_t T) {
     s.F = int(c.phi_hidden);
     s.rope_base = int(c.rope_base);
     s.qk_norm = c.qk_norm;
-    s.full = c.attention == "full";
-    s.full_every = int(c.full_every);
+    s.period = 0;
+    for (const LayerKind kind : layer_kinds(c.attention)) s.kinds |= unsigned(kind) << 2 * s.period++;
+    s.full = !has_layers(c, NSA_LAYER);
+    s.near = s.full && !has_layers(c, FULL_LAYER);
     for (int branch = 0; branch < BRANCHES; branch++)
         if (c.branches != "all" && c.branches.find(BRANCH_NAMES[branch]) == std::string::npos)
             s.left_out |= 1u << branch;
@@ -46,9 +48,9 @@ static NsaShape shape_of(const ModelConfig& c, int64_t B, int64_t T) {
 }
 
 // The options that make the model: its config.json.
-static const char* const MODEL_OPTIONS[] = {
-    "layers",    "dim",    "heads",      "kv-groups",  "head-dim", "cmp-block", "cmp-stride", "slc-block",
-    "slc-count", "window", "phi-hidden", "mlp-hidden", "seq-len",  "rope-base", "v-head-dim", "full-every"};
+static const char* const MODEL_OPTIONS[] = {"layers",     "dim",        "heads",     "kv-groups", "head-dim",
+                                            "cmp-block",  "cmp-stride", "slc-block", "slc-count", "window",
+                                            "phi-hidden", "mlp-hidden", "seq-len",   "rope-base", "v-head-dim"};
 
 static const char* const MODEL_WORDS[] = {"attention", "branches", "tokenizer", "qk-norm", "smear", "head"};
 static std::string config_json(const ModelConfig& model) {
@@ -74,7 +76,7 @@ static const struct {
     {"max-bad-steps", "3", false},    {"cuda-graph", "0", false},
     {"reset-at-document", "0", true}, {"deterministic", "off", true},
     {"skip-outliers", "0", true},     {"selected-kernels", "auto", false},
-    {"activation", "silu", true},
+    {"activation", "silu", true},     {"full-every", "1", true},
 };
 
 // Is this key of a run.json or a config.json one of them? Fails where nothing can go on without it as it was.
@@ -96,7 +98,7 @@ static bool is_former_option(const std::string& key, const Json& value, const st
 static Json parse_model_config(const std::string& path) {
     Json config = parse_json(read_file(path), path);
     for (size_t i = 0; i < config.keys.size(); i++) is_former_option(config.keys[i], config.items[i], path);
-    for (const char* newer : {"branches", "qk-norm", "smear", "head", "v-head-dim", "full-every"}) {
+    for (const char* newer : {"branches", "qk-norm", "smear", "head", "v-head-dim"}) {
         if (config.kind != Json::Object || config.find(underscored(newer))) continue;
         const Option& o = option_named(newer);
         config.keys.push_back(underscored(newer));
@@ -330,16 +332,15 @@ static void read_options_file(Config& c, std::set<std::string>& given, bool prin
     file.require(Json::Object, path);
     const bool of_run = file.find("program");  // a run.json; by hand, everything in it is meant
     const Json* const attention = file.find("attention");
-    const Json* const every = file.find("full_every");
-    const bool of_full = of_run && attention && attention->text == "full",
-               alternates = every && every->integer_value > 1;
+    ModelConfig of_file;
+    of_file.attention = attention ? attention->text : "nsa";
     size_t count = 0;
     std::string overridden;
     for (size_t i = 0; i < file.keys.size(); i++) {
         std::string name = file.keys[i];
         std::replace(name.begin(), name.end(), '_', '-');
         if (of_run && (name == "program" || name == "starts" || file.items[i].kind == Json::Object)) continue;
-        if (of_full && is_of_nsa(name, alternates)) continue;
+        if (of_run && is_of_no_layer(name, of_file)) continue;
         if (of_run && is_former_option(file.keys[i], file.items[i], path)) continue;
         const Option* const o = find_option(name);
         if (!o || !(o->verbs & TRAIN)) fail_unknown_option(name, TRAIN, path + ": ");

@@ -8,11 +8,18 @@
 #include "../model/shape.h"
 #include "../base/util.h"
 
-// Keys that the token at position t reads by the paper's count, per layer and group, T = t + 1: T/d + n l' + w, where
-// no branch has more than T.
-inline double keys_by_formula(const NsaShape& s, int t) {
-    const double T = t + 1;
-    return s.full ? T : T / s.d + std::min(T, double(s.slc_count) * s.slc_block) + std::min(T, double(s.window));
+// Keys that the token at position t reads by the paper's count, per layer and group, the mean of the layers, T = t + 1:
+// of NSA T/d + n l' + w, where no branch has more than T, of a window w, of full attention T.
+inline double keys_by_formula(const NsaShape& s, int t, int64_t layers) {
+    const double T = t + 1, window = std::min(T, double(s.window));
+    double keys = 0;
+    for (int64_t i = 0; i < layers; i++) {
+        const LayerKind kind = s.kind_of_layer(size_t(i));
+        keys += kind == FULL_LAYER     ? T
+                : kind == WINDOW_LAYER ? window
+                                       : T / s.d + std::min(T, double(s.slc_count) * s.slc_block) + window;
+    }
+    return keys / double(layers);
 }
 
 // The means over the tokens that were decoded; keys are those of a layer and group.
@@ -48,7 +55,7 @@ struct DecodeMeter {
             (position > 0 ? meter.seconds : meter.prompt_seconds) += seconds_now() - begin;
             (position > 0 ? meter.tokens : meter.prompted) += int64_t(count);
             for (size_t i = 0; position > 0 && i < count; i++) {
-                meter.formula += keys_by_formula(meter.shape, position + int(i));
+                meter.formula += keys_by_formula(meter.shape, position + int(i), meter.layers);
                 meter.full += double(position) + double(i) + 1;
             }
         }

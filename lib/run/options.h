@@ -21,14 +21,14 @@
 #include "../base/files.h"
 #include "../base/util.h"
 #include "../model/schedule.h"
+#include "../model/shape.h"
 
 // What Model and Activations see: the architecture, which config.json keeps, and what a step does with it. 0 and ""
 // mean "as the preset has it".
 struct ModelConfig {
     std::string attention, branches, tokenizer;
     int64_t layers = 0, dim = 0, heads = 0, kv_groups = 0, head_dim = 0, v_head_dim = 0, cmp_block = 0, cmp_stride = 0,
-            slc_block = 0, slc_count = 0, window = 0, phi_hidden = 0, mlp_hidden = 0, seq_len = 0, rope_base = 10000,
-            full_every = 1;
+            slc_block = 0, slc_count = 0, window = 0, phi_hidden = 0, mlp_hidden = 0, seq_len = 0, rope_base = 10000;
     bool qk_norm = false, smear = false;
     std::string head;
     int64_t vocab_size = 0;     // follows from the tokenizer and its --vocab-dir
@@ -140,9 +140,9 @@ static const Option OPTIONS[] = {
     {"model", TRAIN | CHECK_VERB, &TrainConfig::model, "tiny", "tiny|2m|50m|125m|350m",
      "preset for the options whose default is 'preset'; 2m: an hour on a laptop's CPU; 50m: an evening on a "
      "GPU of 8 GB, untuned; 350m: a GPU of 80 GB, untuned; check: whose memory and FLOPs, 125m without it"},
-    {"attention", TRAIN, &ModelConfig::attention, "nsa", "nsa|full", "full: dense causal attention, the baseline"},
-    {"full-every", TRAIN, &ModelConfig::full_every, "1", between(1, K),
-     "with --attention full: one layer of so many reads all tokens, the last of them, the others only --window"},
+    {"attention", TRAIN, &ModelConfig::attention, "nsa", ANY,
+     "of each layer: nsa, full (dense causal attention, the baseline), window (the last --window tokens alone); or a "
+     "pattern of them that repeats: window,nsa"},
     {"branches", TRAIN | EVAL, &ModelConfig::branches, "all", "all|cmp,slc|cmp,win|slc,win|cmp|slc|win",
      "leaves the other branches' gates at 0, for comparisons; eval: all means those of the training"},
     {"layers", TRAIN, &ModelConfig::layers, "preset", between(1, K), "transformer layers"},
@@ -697,6 +697,24 @@ inline Config options_of(const std::string& words) {
     return c;
 }
 
+// The layers of --attention; none where the text is no pattern of them.
+inline std::vector<LayerKind> layer_kinds(const std::string& pattern) {
+    std::vector<LayerKind> kinds;
+    for (size_t begin = 0; begin <= pattern.size();) {
+        const size_t end = std::min(pattern.find(',', begin), pattern.size());
+        const std::string name = pattern.substr(begin, end - begin);
+        const auto found = std::find(std::begin(LAYER_KIND_NAMES), std::end(LAYER_KIND_NAMES), name);
+        if (found == std::end(LAYER_KIND_NAMES) || kinds.size() == MAX_PATTERN) return {};
+        kinds.push_back(LayerKind(found - LAYER_KIND_NAMES));
+        begin = end + 1;
+    }
+    return kinds;
+}
+inline bool has_layers(const ModelConfig& c, LayerKind kind) {
+    const std::vector<LayerKind> kinds = layer_kinds(c.attention);
+    return std::find(kinds.begin(), kinds.end(), kind) != kinds.end();
+}
+
 // Contradictions between options of the model. `where` names the source: the command line or a config.json.
 inline void validate_model(const ModelConfig& c, const char* where) {
     if (c.heads % c.kv_groups)
@@ -715,9 +733,15 @@ inline void validate_model(const ModelConfig& c, const char* where) {
                    (long long)c.cmp_stride);
     if (c.slc_count < 3)
         fail_usage("%s: --slc-count %lld; at least 3 blocks are always selected", where, (long long)c.slc_count);
-    if (c.full_every > 1 && c.attention == "nsa")
-        fail_usage("%s: --full-every %lld is of --attention full, and this is nsa: give both, or leave it out", where,
-                   (long long)c.full_every);
+    const std::vector<LayerKind> kinds = layer_kinds(c.attention);
+    if (kinds.empty())
+        fail_usage(
+            "%s: --attention is '%s'; expected nsa, full or window, or a pattern of at most %d of them, such as "
+            "window,nsa",
+            where, c.attention.c_str(), MAX_PATTERN);
+    if (int64_t(kinds.size()) > c.layers)
+        fail_usage("%s: --attention %s names %zu layers, and --layers is %lld: leave the last ones out", where,
+                   c.attention.c_str(), kinds.size(), (long long)c.layers);
 }
 
 // A step takes minutes to hours on a CPU, so there it is one sequence per rank unless the user says otherwise.
@@ -751,11 +775,12 @@ inline void resolve_batch(TrainConfig& c, const std::set<std::string>& given, in
                    counted(per_rank, "sequence").c_str(), (long long)c.batch);
 }
 
-// What dense attention does not have. With --full-every the other layers have a window.
+// What only layers of NSA have, and, the window, those of a window too.
 static const char* const NSA_OPTIONS[] = {"cmp-block", "cmp-stride", "slc-block", "slc-count",
                                           "window",    "phi-hidden", "branches"};
-inline bool is_of_nsa(const std::string& name, bool alternates) {
-    if (alternates && name == "window") return false;
+// Does no layer of this model have what the option is of?
+inline bool is_of_no_layer(const std::string& name, const ModelConfig& c) {
+    if (has_layers(c, NSA_LAYER) || (name == "window" && has_layers(c, WINDOW_LAYER))) return false;
     return std::find(std::begin(NSA_OPTIONS), std::end(NSA_OPTIONS), name) != std::end(NSA_OPTIONS);
 }
 
@@ -789,20 +814,21 @@ inline int64_t warmup_steps(const TrainConfig& c) {
     return unit ? (number * unit + c.total_batch - 1) / std::max<int64_t>(c.total_batch, 1) : number;
 }
 
-// Options given for what dense attention does not have, or for a file that is there.
+// Options given for what no layer has, or for a file that is there.
 inline void validate_given(const TrainConfig& c, const std::set<std::string>& given) {
     require_output_file("dump-state", c.dump_state);
     profiled_steps(c);
     warmup_steps(c);
     if (c.allow_new_data && !c.resume) fail_usage("--allow-new-data is for a resume: give --resume, or leave it out");
     for (const char* name : NSA_OPTIONS)
-        if (c.attention == "full" && given.count(name) && is_of_nsa(name, c.full_every > 1))
-            fail_usage("--%s is of --attention nsa, and this run has --attention full: leave one of them out", name);
+        if (given.count(name) && is_of_no_layer(name, c))
+            fail_usage("--%s is of --attention nsa, and this run has --attention %s: leave one of them out", name,
+                       c.attention.c_str());
 }
 
 // A warning for each option whose effect the user may not expect.
 inline void warn_of_doubtful_options(const TrainConfig& c, const std::set<std::string>& given) {
-    if (c.attention == "nsa" && c.seq_len < c.cmp_block)
+    if (has_layers(c, NSA_LAYER) && c.seq_len < c.cmp_block)
         complain(
             format_text("--seq-len %lld is shorter than --cmp-block %lld: the compressed branch never has "
                         "a block, and the selection has nothing to go by",

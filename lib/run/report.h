@@ -372,8 +372,8 @@ inline std::string layer_statistics_json(const std::vector<float>& gate, const s
            ",\"importance_selected\":" + number(importance) + "}";
 }
 
-// Gates and selections of the last forward pass, layer by layer, for log.jsonl; "" in full attention. layers: their
-// buffers gate, selection and chosen_importance.
+// Gates and selections of the last forward pass, layer by layer, for log.jsonl; {} of layers without NSA, "" where no
+// other is. layers: their buffers gate, selection and chosen_importance.
 template <class Dev, class Layers>
 std::string layer_statistics(Dev& dev, const NsaShape& s, const Layers& layers) {
     if (s.full) return "";
@@ -381,11 +381,16 @@ std::string layer_statistics(Dev& dev, const NsaShape& s, const Layers& layers) 
     const size_t words = size_t(s.selection_words()), queries = size_t(s.B) * s.G * s.T;
     std::vector<float> gate(s.branches() * s.query_rows()), chosen(queries);
     std::vector<uint32_t> masks(queries * words);
-    for (const auto& y : layers) {
-        dev.to_host(gate.data(), y.gate, gate.size());
-        dev.copy(masks.data(), y.selection, masks.size());
-        dev.to_host(chosen.data(), y.chosen_importance, chosen.size());
-        text += (text.back() == '[' ? "" : ",") + layer_statistics_json(gate, masks, words, chosen);
+    for (size_t i = 0; i < layers.size(); i++) {
+        text += i ? "," : "";
+        if (s.kind_of_layer(i) != NSA_LAYER) {
+            text += "{}";
+            continue;
+        }
+        dev.to_host(gate.data(), layers[i].gate, gate.size());
+        dev.copy(masks.data(), layers[i].selection, masks.size());
+        dev.to_host(chosen.data(), layers[i].chosen_importance, chosen.size());
+        text += layer_statistics_json(gate, masks, words, chosen);
     }
     return text + "]";
 }

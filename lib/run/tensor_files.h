@@ -219,15 +219,16 @@ struct StateDump {
     std::vector<int32_t> inputs, targets;          // [B, T]
     std::vector<float> logits;                     // [B, T, V]
     float loss = 0;                                // mean over the tokens
-    std::vector<std::vector<uint32_t>> selection;  // per layer the bitmasks [B, G, T]; none in full attention
+    std::vector<std::vector<uint32_t>> selection;  // per layer the bitmasks [B, G, T]; none of layers without NSA
 
     void add(const std::vector<TensorView>& more) { tensors.insert(tensors.end(), more.begin(), more.end()); }
     template <class Dev, class Layers>
     void add_selections(Dev& dev, const Layers& layers) {
-        for (const auto& y : layers) {
-            if (shape.full) return;
-            selection.emplace_back(size_t(shape.B) * shape.G * shape.T * shape.selection_words());
-            dev.copy(selection.back().data(), y.selection, selection.back().size());
+        for (size_t i = 0; i < layers.size(); i++) {
+            selection.emplace_back();
+            if (shape.kind_of_layer(i) != NSA_LAYER) continue;
+            selection.back().resize(size_t(shape.B) * shape.G * shape.T * shape.selection_words());
+            dev.copy(selection.back().data(), layers[i].selection, selection.back().size());
         }
     }
 };
@@ -252,11 +253,12 @@ inline void write_state_dump(const std::string& path, StateDump d, const std::st
     for (const auto& masks : d.selection)
         selections.push_back(bytes_of_masks(masks, size_t(d.shape.selection_words()), size_t(blocks)));
     for (size_t i = 0; i < selections.size(); i++)
-        d.tensors.push_back({format_text("layers.%zu.selection", i),
-                             "U8",
-                             {B, d.shape.G, T, blocks},
-                             selections[i].data(),
-                             selections[i].size()});
+        if (!selections[i].empty())
+            d.tensors.push_back({format_text("layers.%zu.selection", i),
+                                 "U8",
+                                 {B, d.shape.G, T, blocks},
+                                 selections[i].data(),
+                                 selections[i].size()});
     write_safetensors(path, {{"config", config}, {"options", command}, {"precision", d.precision}}, d.tensors);
     std::printf("state:  loss %.6f, written to %s; compare it with: python3 dev/reference.py compare %s\n",
                 double(d.loss), path.c_str(), path.c_str());

@@ -18,7 +18,9 @@
 
 // lib/model/shape.h has the same, and more of it.
 typedef struct {
-    int B, T, first, queries, H, G, D, l, d, slc_block, slc_count, window, F, rope_base, qk_norm, full, full_every, near;
+    int B, T, first, queries, H, G, D, l, d, slc_block, slc_count, window, F, rope_base, qk_norm, full, near;
+    uint kinds;
+    int period;
     uint left_out;
     int v_head_dim;
 } Shape;

@@ -30,11 +30,10 @@ class NsaConfig(PretrainedConfig):
         slc_block=16,        # l', tokens of a selection block
         slc_count=6,         # n, selected blocks per query and group
         window=64,           # w, keys of the sliding window
-        full_every=1,        # with full attention one layer of so many has no window
         phi_hidden=32,       # F, hidden width of the block compressor
         mlp_hidden=512,      # M
         seq_len=512,         # T, tokens of the sequences it was trained on; longer ones work
-        attention="nsa",     # or "full": dense causal attention
+        attention="nsa",     # of each layer: "nsa", "full", "window", or a pattern that repeats: "window,nsa"
         branches="all",      # or those of "cmp,slc,win" whose gates are not 0
         smear="off",         # or "on": each input gets a gated part of the token before it
         head="tied",         # to the embedding, or "untied": a matrix of its own
@@ -61,7 +60,6 @@ class NsaConfig(PretrainedConfig):
         self.slc_block = slc_block
         self.slc_count = slc_count
         self.window = window
-        self.full_every = full_every
         self.phi_hidden = phi_hidden
         self.mlp_hidden = mlp_hidden
         self.seq_len = seq_len

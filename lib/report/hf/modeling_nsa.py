@@ -141,7 +141,9 @@ class NsaAttention(nn.Module):
         super().__init__()
         c = self.config = config
         self.layer = layer
-        self.branches = ("cmp", "slc", "win") if c.attention == "nsa" else ("win",)
+        pattern = c.attention.split(",")
+        self.kind = pattern[layer % len(pattern)]  # nsa, or the window branch alone without a gate: full, window
+        self.branches = ("cmp", "slc", "win") if self.kind == "nsa" else ("win",)
         self.q_proj = nn.Linear(c.dim, c.heads * c.head_dim, bias=False)
         if c.qk_norm == "on":
             for name in ("q", *("k_" + branch for branch in self.branches)):
@@ -149,7 +151,7 @@ class NsaAttention(nn.Module):
         for branch in self.branches:
             setattr(self, f"k_{branch}_proj", nn.Linear(c.dim, c.kv_groups * c.head_dim, bias=False))
             setattr(self, f"v_{branch}_proj", nn.Linear(c.dim, c.kv_groups * c.v_head_dim, bias=False))
-        if c.attention == "nsa":
+        if self.kind == "nsa":
             self.gate_proj = nn.Linear(c.dim, 3 * c.heads, bias=False)
             self.phi_k, self.phi_v = NsaPhi(c, c.head_dim), NsaPhi(c, c.v_head_dim)
         self.o_proj = nn.Linear(c.heads * c.v_head_dim, c.dim, bias=False)
@@ -195,7 +197,7 @@ class NsaAttention(nn.Module):
             end = min(N, begin + QUERIES_AT_A_TIME)
             t = cache.tokens + torch.arange(begin, end, device=x.device)  # positions
             args = (q[:, :, :, begin:end], keys, values, t, cache.tokens + end)
-            if c.attention == "nsa":
+            if self.kind == "nsa":
                 outputs.append(self.three_branches(*args, gate[:, :, :, begin:end]))
             else:
                 outputs.append(self.dense(*args))
@@ -205,7 +207,7 @@ class NsaAttention(nn.Module):
     def dense(self, q, keys, values, t, S):
         past = t[:, None] - torch.arange(S, device=t.device)  # [queries, S]: how far key s lies behind query t
         visible = past >= 0
-        if (self.layer + 1) % self.config.full_every:
+        if self.kind == "window":
             visible = visible & (past < self.config.window)
         return attend(q, keys["win"][:, :, :S], values["win"][:, :, :S], visible[None, None])[0]
 
