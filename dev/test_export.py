@@ -54,8 +54,10 @@ MODELS = {
     " --steps 1 --seq-len 64 --lr 1e-4",
     "full": "--attention full --layers 2 --dim 48 --heads 6 --kv-groups 2 --head-dim 16 --mlp-hidden 96"
     + TRAINED + "800",
-    "full, alternating": "--attention full --full-every 2 --window 37 --layers 3 --dim 48 --heads 6 --kv-groups 2"
+    "windows and full in turn": "--attention window,full --window 37 --layers 3 --dim 48 --heads 6 --kv-groups 2"
     " --head-dim 16 --mlp-hidden 96 --init random --steps 1 --seq-len 64",
+    "windows and nsa in turn": PAPER + " --attention window,nsa,full --layers 4 --window 37 --qk-norm --init random"
+    " --steps 1 --seq-len 64 --lr 1e-4",
     "nsa, gpt2": PAPER + " --init random --steps 1 --seq-len 64 --lr 1e-4 --tokenizer gpt2",
 }
 failures = 0

@@ -41,6 +41,10 @@ declare -A configs=(
     [qk_norm]="--seed 5 --batch 2 --seq-len 130 --total-batch 260 --attention nsa --layers 2 --dim 64 --heads 6
            --kv-groups 2 --head-dim 16 --cmp-block 8 --cmp-stride 4 --slc-block 16 --slc-count 4 --window 24
            --phi-hidden 16 --mlp-hidden 128 --qk-norm --rope-base 500"
+    # layers in turn; the last one begins the pattern again
+    [pattern]="--seed 6 --batch 2 --seq-len 100 --total-batch 200 --attention window,nsa,full --layers 4 --dim 48
+           --heads 4 --kv-groups 2 --head-dim 8 --cmp-block 8 --cmp-stride 4 --slc-block 16 --slc-count 4 --window 24
+           --phi-hidden 8 --mlp-hidden 64 --qk-norm"
 )
 limit=150000  # bytes of a golden file
 
@@ -50,7 +54,7 @@ python=${PYTHON:-python3}
     fail "$python cannot import torch and numpy; pip install torch numpy, or set PYTHON"
 
 names=("$@")
-[ $# -gt 0 ] || names=(nsa nsa_paper nsa_h1 options values full qk_norm)
+[ $# -gt 0 ] || names=(nsa nsa_paper nsa_h1 options values full qk_norm pattern)
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 for name in "${names[@]}"; do

@@ -6,7 +6,8 @@
 An arm is a name of ARMS and options of the trainer behind it: nsa, full+optimizer=muon, window+smear. The setting has
 the model of NSA. An arm with fewer parameters gets a wider MLP, and the window alone reads as many keys for a query,
 on average over a sequence, as NSA in its three branches together; alternating, where every fourth layer has full
-attention and the others a window, on average over its layers too. The program's own tensors say what a model has.
+attention and the others a window, on average over its layers too; interleaved has windows, as NSA's, and NSA in turn.
+The program's own tensors say what a model has.
 """
 import argparse
 import json
@@ -21,11 +22,12 @@ ARMS = {
     "nsa": {},
     "full": {"attention": "full"},
     "window": {"branches": "win"},
-    "alternating": {"attention": "full", "full-every": 4},
+    "alternating": {"attention": "window,window,window,full"},
+    "interleaved": {"attention": "window,nsa"},
     "window+selected": {"branches": "slc,win"},
     "window+compressed": {"branches": "cmp,win"},
 }
-# Refused by full attention, and so is --window without --full-every.
+# Refused where no layer is NSA's, and so is --window where none is a window either.
 OF_NSA = ["cmp-block", "cmp-stride", "slc-block", "slc-count", "phi-hidden"]
 REFERENCE = "nsa"
 TOLERANCE = 0.02
@@ -47,20 +49,23 @@ def command_line(options):
     return words
 
 
+def kinds_of(options):
+    """nsa, full or window, of each layer."""
+    pattern = options.get("attention", "nsa").split(",")
+    return [pattern[i % len(pattern)] for i in range(int(options["layers"]))]
+
+
 def branches_of(options):
-    if options.get("attention") == "full":
+    """Those of its layers of NSA, or the window's where it has none."""
+    if "nsa" not in kinds_of(options):
         return ["win"]
     chosen = options.get("branches", "all")
     return ["cmp", "slc", "win"] if chosen == "all" else chosen.split(",")
 
 
 def pairs(branch, options, tokens):
-    """Keys that the queries of one sequence read in a branch, the mean of the layers, as lib/model/shape.h counts."""
+    """Keys that the queries of one sequence read in a branch of NSA, as lib/model/shape.h counts."""
     o = {name: int(value) for name, value in options.items() if str(value).isdigit()}
-    if options.get("attention") == "full":
-        full = o["layers"] // o.get("full-every", 1) / o["layers"]
-        in_window = sum(min(t + 1, o.get("window", 1)) for t in range(tokens))
-        return full * tokens * (tokens + 1) / 2 + (1 - full) * in_window
     if branch == "win":
         return sum(min(t + 1, o["window"]) for t in range(tokens))
     if branch == "cmp":
@@ -69,9 +74,17 @@ def pairs(branch, options, tokens):
     return sum(min(t // size, o["slc-count"] - 1) * size + t % size + 1 for t in range(tokens))
 
 
+def pairs_of_layer(kind, options, tokens):
+    if kind == "full":
+        return tokens * (tokens + 1) / 2
+    branches = branches_of(options) if kind == "nsa" else ["win"]
+    return sum(pairs(branch, options, tokens) for branch in branches)
+
+
 def keys_per_query(options):
-    tokens = int(options["seq-len"])
-    return sum(pairs(branch, options, tokens) for branch in branches_of(options)) / tokens
+    """The mean of the layers."""
+    tokens, kinds = int(options["seq-len"]), kinds_of(options)
+    return sum(kinds.count(kind) * pairs_of_layer(kind, options, tokens) for kind in set(kinds)) / len(kinds) / tokens
 
 
 def window_of_equal_keys(model, options):
@@ -94,8 +107,9 @@ def options_of(arm, model):
         options[name] = value if equals else None
     if base in ("window", "alternating") and "+window=" not in arm:
         options["window"] = window_of_equal_keys(model, options)
-    if options.get("attention") == "full":
-        for name in OF_NSA + (["window"] if "full-every" not in options else []):
+    kinds = kinds_of(options)
+    if "nsa" not in kinds:
+        for name in OF_NSA + (["window"] if "window" not in kinds else []):
             del options[name]
     return options
 
@@ -149,9 +163,8 @@ def flops_per_token(tensors, options):
         if len(shape) == 2 and is_used(name, branches_of(options)):
             rows = blocks_of(options) * int(options["kv-groups"]) if ".phi_" in name else tokens
             flops += 6 * size_of(shape) * rows
-    for branch in branches_of(options):
-        flops += 6 * (D + Dv) * int(options["heads"]) * int(options["layers"]) * pairs(branch, options, tokens)
-    return flops / tokens
+    keys = keys_per_query(options) * int(options["layers"])
+    return flops / tokens + 6 * (D + Dv) * int(options["heads"]) * keys
 
 
 class Arm:

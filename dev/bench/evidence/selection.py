@@ -100,7 +100,7 @@ class Watch:
 
     def __init__(self, c, way=None, last=None):
         self.c, self.way, self.last = c, way, last
-        self.layers = [dict() for _ in range(c.layers)]
+        self.layers = [dict() for _ in c.layers_of_nsa()]
         self.generator = torch.Generator().manual_seed(1)
         self.calls = 0
         self.attend, self.select = reference.attend, reference.select
@@ -117,11 +117,12 @@ class Watch:
         return self.select(importance, c)
 
     def on_attend(self, q, k, v, visible):
-        """The second of a layer's three calls is the selected branch's."""
-        layer, branch = divmod(self.calls, 3)
+        """Of a layer of NSA the second of three calls is the selected branch's; others call once."""
+        of_pass = [(i, branch) for i in range(self.c.layers) for branch in range(3 if self.c.kind(i) == "nsa" else 1)]
+        layer, branch = of_pass[self.calls % len(of_pass)]
         self.calls += 1
         if branch == 1:
-            layer %= self.c.layers
+            layer = self.c.layers_of_nsa().index(layer)
             mass = mass_of_blocks(q, k, self.c)
             for name, value in shares(self.importance, mass, self.c, self.last).items():
                 self.layers[layer][name] = self.layers[layer].get(name, 0) + value
@@ -161,8 +162,8 @@ def checkpoint_of(run):
 def read_model(folder):
     with open(f"{folder}/config.json") as file:
         c = reference.read_config(file.read(), f"{folder}/config.json")
-    if c.attention != "nsa":
-        sys.exit(f"selection.py: {folder} has full attention, which selects nothing")
+    if not c.layers_of_nsa():
+        sys.exit(f"selection.py: {folder} has --attention {c.attention}, which selects nothing")
     tensors, _ = reference.read_safetensors(f"{folder}/model.safetensors")
     return c, {name: torch.from_numpy(tensors[name].astype(np.float64)) for name in reference.parameter_shapes(c)}
 
@@ -225,8 +226,7 @@ def selftest():
     blocks 0 to 6, reads 0, 5 and 6 always, and may choose one of 1 to 4. A key ln w gets the weight w."""
     c = reference.Config(layers=1, dim=1, heads=1, kv_groups=1, head_dim=1, cmp_block=2, cmp_stride=2, slc_block=2,
                          slc_count=4, window=2, phi_hidden=1, mlp_hidden=1, attention="nsa", vocab_size=2,
-                         rope_base=10000.0, norm_eps=1e-6, qk_norm="off", smear="off", activation="silu", head="tied",
-                         full_every=1)
+                         rope_base=10000.0, norm_eps=1e-6, qk_norm="off", smear="off", head="tied")
     weights = [1, 1, 2, 3, 10, 20, 1, 0.5, 3, 4, 6, 2, 1, 1]  # blocks 2, 5, 30, 1.5, 7, 8, 2: 55.5 in all
     q = torch.ones(14, 1, 1, 1, dtype=torch.float64)
     k = torch.tensor(weights, dtype=torch.float64).log()[:, None, None]

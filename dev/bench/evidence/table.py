@@ -22,8 +22,9 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 800, 400, 50, 40, 16, 270
 WORDS = {
     "nsa": "NSA", "full": "full attention", "window": "window alone", "window+selected": "selected and window",
-    "window+compressed": "compressed and window", "alternating": "window and full, 3:1", "optimizer=muon": "Muon",
-    "init=narrow": "narrow init", "qk-norm": "QK norm", "activation=relu2": "ReLU\u00b2", "head=untied": "untied head",
+    "window+compressed": "compressed and window", "alternating": "window and full, 3:1",
+    "interleaved": "window and NSA in turn", "optimizer=muon": "Muon", "init=narrow": "narrow init",
+    "qk-norm": "QK norm", "activation=relu2": "ReLU\u00b2", "head=untied": "untied head",
 }
 LETTERS = {"cmp-block": "l", "cmp-stride": "d", "slc-block": "l'", "slc-count": "n", "window": "w"}
 COLORS = ["#d9534f", "#3a8fd9", "#2fa36b", "#b8860b", "#9a6fd0", "#e07bb0", "#5aa9a9", "#8a8a8a"]

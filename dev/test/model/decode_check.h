@@ -83,10 +83,14 @@ constexpr bool SCORES_AGAIN = !(Engine::on_host && sizeof(typename Engine::real)
 template <class Engine>
 KeyReads reads_by_definition(const NsaShape& s, int t, const Config& c) {
     KeyReads r;
-    const double layers = double(c.layers);
-    for (int64_t layer = 1; s.full && layer <= c.layers; layer++)
-        r.keys[WIN] += layer % c.full_every == 0 ? t + 1 : std::min<int64_t>(t + 1, c.window);
-    if (s.full) return r;
+    const std::vector<LayerKind> kinds = layer_kinds(c.attention);
+    double layers = 0;  // of NSA
+    for (size_t layer = 0; layer < size_t(c.layers); layer++) {
+        const LayerKind kind = kinds[layer % kinds.size()];
+        if (kind == NSA_LAYER) layers++;
+        else r.keys[WIN] += kind == FULL_LAYER ? t + 1 : std::min<int64_t>(t + 1, c.window);
+    }
+    if (layers == 0) return r;
     for (int i = 0; i * s.d + s.l - 1 <= t; i++) r.keys[CMP] += layers;
     for (int key = t; key >= 0 && key > t - s.window; key--) r.keys[WIN] += layers;
     const bool chooses = t / s.slc_block + 1 > s.slc_count;

@@ -14,10 +14,11 @@ TEST(decoding_has_the_bits_of_the_forward_pass_up_to_4096_tokens) {
     SelectionRecorder<Cpu<float>> dev;
     check_decoding(dev, config_of(DECODED), 0);
 }
-TEST(decoding_has_the_bits_of_the_forward_pass_in_full_attention) {
-    SelectionRecorder<Cpu<float>> dev;
-    for (const char* layers : {"", "--full-every 2 "})  // with it the first of two layers has the window
-        check_decoding(dev, config_of(std::string(DECODED) + "--attention full --seq-len 1024 " + layers), 0);
+TEST(decoding_has_the_bits_of_the_forward_pass_in_other_layers) {
+    for (const char* layers : {"full", "window,full", "window,nsa", "nsa,full,window --layers 4"}) {
+        SelectionRecorder<Cpu<float>> dev;
+        check_decoding(dev, config_of(std::string(DECODED) + "--seq-len 1024 --attention " + layers), 0);
+    }
 }
 // As in cuda_model_tests.h: R arrays between a token and a logit,
 // each of sums of up to K = 300 terms (keys, by their weights; columns), are rounded by u: sqrt(R K) u.

@@ -46,6 +46,7 @@ struct GuidedCpu : Cpu<double> {
                            const double* vc, const NsaShape& s) {
         Cpu<double>::attend_and_select(out, lse, nullptr, nullptr, q, kc, vc, s);
         if (!selection) return;
+        while (selections[next % selections.size()].empty()) next++;  // layers without NSA
         const std::vector<uint32_t>& taken = selections[next++ % selections.size()];
         std::copy(taken.begin(), taken.end(), selection);
     }
@@ -92,13 +93,15 @@ struct ModelRun {
         }
         return all;
     }
-    // Of each layer, [B, G, T, words].
+    // Of each layer, [B, G, T, words]; empty where it is not NSA's.
     std::vector<std::vector<uint32_t>> selections() {
         std::vector<std::vector<uint32_t>> all;
         const NsaShape& s = a.shape;
-        for (const auto& layer : a.layer) {
-            all.emplace_back(s.full ? 0 : size_t(s.B) * s.G * s.T * s.selection_words());
-            if (!s.full) model.dev.copy(all.back().data(), (const uint32_t*)layer.selection, all.back().size());
+        for (size_t i = 0; i < a.layer.size(); i++) {
+            all.emplace_back();
+            if (s.kind_of_layer(i) != NSA_LAYER) continue;
+            all.back().resize(size_t(s.B) * s.G * s.T * s.selection_words());
+            model.dev.copy(all.back().data(), (const uint32_t*)a.layer[i].selection, all.back().size());
         }
         return all;
     }
@@ -175,13 +178,14 @@ void check_model(const Config& c, int way) {
 }
 TEST_ON(ModelEngines, model_loss_and_gradients, false) {
     for (const char* options : {"", "--attention full", "--branches cmp,win", "--branches slc", ALL_OPTIONS,
-                                "--qk-norm --attention full", "--attention full --full-every 2"})
+                                "--qk-norm --attention full", "--attention window,full", "--attention window,nsa",
+                                "--layers 3 --attention nsa,window,full --qk-norm --v-head-dim 8"})
         for (int way = 0; way < E::WAYS; way++) check_model<E>(engine_config(options), way);
 }
 
 // --recompute trades memory for time, and nothing else.
 ENGINE_TEST(model_recompute_gives_the_same_bits) {
-    for (const std::string kind : {"nsa", "full", "full --full-every 2", "nsa --qk-norm --smear"}) {
+    for (const std::string kind : {"nsa", "full", "window,full", "nsa --qk-norm --smear", "window,nsa --qk-norm"}) {
         std::vector<typename E::Dev::Grad> first;
         double loss = 0;
         size_t bytes = 0;
@@ -594,7 +598,8 @@ void check_golden(const std::string& name) {
     // Selection first: it explains everything after it.
     const NsaShape& s = t.a.shape;
     const std::vector<std::vector<uint32_t>> selections = t.selections();
-    for (size_t layer = 0; !s.full && layer < selections.size(); layer++) {
+    for (size_t layer = 0; layer < selections.size(); layer++) {
+        if (selections[layer].empty()) continue;
         const size_t rows = size_t(s.B) * s.G * s.T, blocks = size_t(s.slc_blocks());
         const TensorView& view =
             golden.get(format_text("layers.%zu.selection", layer), "U8", {s.B, s.G, s.T, int64_t(blocks)});
@@ -638,3 +643,4 @@ ENGINE_TEST(golden_options) { check_golden<E>("options"); }
 ENGINE_TEST(golden_values) { check_golden<E>("values"); }
 ENGINE_TEST(golden_full) { check_golden<E>("full"); }
 ENGINE_TEST(golden_qk_norm) { check_golden<E>("qk_norm"); }
+ENGINE_TEST(golden_pattern) { check_golden<E>("pattern"); }

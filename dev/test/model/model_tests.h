@@ -108,9 +108,9 @@ TEST(model_gradients_match_finite_differences) {
     for (const uint64_t seed : {1, 13})  // with the tokens of seed 13, 14 of 120 steps flip a block
         check_model_gradients(std::string(SMALL) + "--init random", seed);
 }
-TEST(model_gradients_match_finite_differences_full_attention) {
-    for (const char* layers : {"", " --full-every 2"})
-        check_model_gradients(std::string(SMALL) + "--init random --attention full" + layers);
+TEST(model_gradients_match_finite_differences_other_layers) {
+    for (const char* layers : {"full", "window,full", "window,nsa", "nsa,full,window --layers 3 --smear 1 --qk-norm 1"})
+        check_model_gradients(std::string(SMALL) + "--init random --attention " + layers);
 }
 TEST(model_gradients_match_finite_differences_qk_norm) {
     for (const char* attention : {"nsa", "full"})
@@ -509,35 +509,33 @@ TEST(model_flops_are_those_of_its_products) {
     for (const char* options :
          {"--model tiny --seq-len 150", "--model tiny --seq-len 150 --attention full", "--model 125m --seq-len 2048",
           "--model 125m --seq-len 2048 --attention full", "--model tiny --seq-len 150 --head untied --smear 1",
-          "--model tiny --seq-len 150 --attention full --layers 7 --full-every 3 --window 33",
+          "--model tiny --seq-len 150 --attention window,window,full --layers 7 --window 33",
+          "--model tiny --seq-len 150 --attention window,nsa,nsa,full --layers 7",
           "--model tiny --seq-len 150 --v-head-dim 20",
           "--model tiny --seq-len 150 --v-head-dim 48 --attention full"}) {
         const Config c = config_of(options);
-        const bool nsa = c.attention == "nsa";
+        std::vector<LayerKind> kinds = layer_kinds(c.attention);
+        for (size_t i = 0; int64_t(kinds.size()) < c.layers; i++) kinds.push_back(kinds[i]);
+        const double nsa = double(std::count(kinds.begin(), kinds.end(), NSA_LAYER)),  // layers
+            full = double(std::count(kinds.begin(), kinds.end(), FULL_LAYER)), window = double(c.layers) - nsa - full;
         const double T = double(c.seq_len), C = double(c.dim), H = double(c.heads), G = double(c.kv_groups),
                      D = double(c.head_dim), Dv = double(c.v_head_dim ? c.v_head_dim : c.head_dim),
                      F = double(c.phi_hidden), l = double(c.cmp_block);
         // of one token
-        double weights =
-            C * (H * D + (nsa ? 3 : 1) * G * (D + Dv) + (nsa ? 3 * H : 0) + H * Dv + 2 * double(c.mlp_hidden)) *
-                double(c.layers) +
-            C * double(c.vocab_size);
-        double pairs = 0, blocks = 0;  // of one head, a layer's mean; compressed blocks of one group
-        const double dense = double(c.layers / c.full_every) / double(c.layers);  // part of the layers
-        for (int t = 0; t < c.seq_len; t++) {
-            if (!nsa) pairs += dense * (t + 1) + (1 - dense) * double(std::min<int64_t>(t + 1, c.window));
-            else
-                for (int key = 0; key <= t; key++) {
-                    // any n blocks with its own: the last n, here
-                    const int own = t / int(c.slc_block), first = std::max(0, own + 1 - int(c.slc_count));
-                    pairs += key > t - c.window;
-                    pairs += key / int(c.slc_block) >= first;
-                    pairs += key * c.cmp_stride + c.cmp_block - 1 <= t;
-                    blocks += t == c.seq_len - 1 && key * c.cmp_stride + c.cmp_block - 1 <= t;
-                }
-        }
-        const double phi = nsa ? G * blocks * (l + 1) * (D + Dv) * F * double(c.layers) : 0;
-        const double expected = 6 * weights + (6 * phi + 6 * (D + Dv) * H * pairs * double(c.layers)) / T;
+        double weights = C * ((H * D + G * (D + Dv) + H * Dv + 2 * double(c.mlp_hidden)) * double(c.layers) +
+                              (2 * G * (D + Dv) + 3 * H) * nsa + double(c.vocab_size));
+        double pairs = 0, blocks = 0;  // of one head in all layers; compressed blocks of one group
+        for (int t = 0; t < c.seq_len; t++)
+            for (int key = 0; key <= t; key++) {
+                // any n blocks with its own: the last n, here
+                const int own = t / int(c.slc_block), first = std::max(0, own + 1 - int(c.slc_count));
+                pairs += full + (nsa + window) * (key > t - c.window);
+                pairs += nsa * (key / int(c.slc_block) >= first);
+                pairs += nsa * (key * c.cmp_stride + c.cmp_block - 1 <= t);
+                blocks += t == c.seq_len - 1 && key * c.cmp_stride + c.cmp_block - 1 <= t;
+            }
+        const double phi = G * blocks * (l + 1) * (D + Dv) * F * nsa;
+        const double expected = 6 * weights + (6 * phi + 6 * (D + Dv) * H * pairs) / T;
         CHECK_NEAR(model_flops_per_token(TensorTable(c).specs, shape_of(c, 1, c.seq_len), c.layers), expected,
                    1e-12 * expected);
     }
@@ -589,12 +587,12 @@ TEST(an_untied_model_begins_at_zero) {
     }
 }
 
-// With a gate that passes the window branch alone NSA is dense attention if the window has T keys, and otherwise a
-// dense model none of whose layers sees all: the same losses with the same weights. The gates' logits are +-40, so the
-// closed ones are 4e-18 and the open one is 1.
-static void check_window_alone(const std::string& window, const std::string& dense) {
+// With a gate that passes the window branch alone NSA is dense attention if the window has T keys, and otherwise layers
+// of windows: the same losses with the same weights. The gates' logits are +-40, so the closed ones are 4e-18 and the
+// open one is 1.
+static void check_window_alone(const std::string& window, const std::string& attention) {
     const std::string options = std::string(SMALL) + "--init random --window " + window;
-    TestModel<Cpu<double>> nsa(options, 2), full(options + " --attention full " + dense, 2);
+    TestModel<Cpu<double>> nsa(options, 2), full(options + " --attention " + attention, 2);
     auto find = [](auto& t, const std::string& name) {
         return std::find_if(t.model.table.specs.begin(), t.model.table.specs.end(),
                             [&](const TensorSpec& s) { return s.name == name; });
@@ -625,6 +623,6 @@ static void check_window_alone(const std::string& window, const std::string& den
     CHECK_NEAR(nsa.loss(), full.loss(), 1e-9);
 }
 TEST(window_branch_alone_is_the_dense_model) {
-    check_window_alone("150", "");
-    check_window_alone("20", "--full-every 9");
+    check_window_alone("150", "full");
+    check_window_alone("20", "window");
 }

@@ -173,7 +173,7 @@ TEST(run_config_json_is_checked_field_by_field) {
         std::string renamed = whole;
         renamed.replace(renamed.find("\"" + key + "\""), key.size() + 2, "\"other\"");
         // younger than the others, so that it has a default
-        if (is_choice(key, "branches|qk_norm|smear|head|v_head_dim|full_every")) {
+        if (is_choice(key, "branches|qk_norm|smear|head|v_head_dim")) {
             write_file(path, renamed);
             read_config_json(read, path);
             CHECK_EQUAL(config_json(read), whole);

@@ -273,15 +273,21 @@ TEST(run_doubtful_options_are_said) {
     CHECK_REFUSED(run({"--config", folder.file("full/run.json"), "--out", folder.file("again"), "--window", "9"}), 2,
                   "--window", "--attention full");
 
-    // Layers that alternate have a window, and nothing else of NSA.
+    // Layers of a window have that, and nothing else of NSA.
     const std::string alternating = folder.file("alternating");
-    REQUIRE_GOOD(train({{"attention", "full"}, {"full-every", "2"}, {"window", "9"}, {"out", alternating}}));
+    REQUIRE_GOOD(train({{"attention", "window,full"}, {"layers", "2"}, {"window", "9"}, {"out", alternating}}));
     CHECK(read_file(alternating + "/run.json").find("\"window\": 9") != std::string::npos);
     REQUIRE_GOOD(run({"--config", alternating + "/run.json", "--out", alternating + "2"}));
     CHECK(read_file(alternating + "2/run.json").find("\"window\": 9") != std::string::npos);
-    CHECK_REFUSED(run({"--attention", "full", "--full-every", "2", "--slc-count", "4", "--out", out}), 2,
-                  "--slc-count");
-    CHECK_REFUSED(run({"--full-every", "2", "--out", out}), 2, "--full-every 2", "--attention full");
+    for (const char* pattern : {"window", "full,window"})
+        CHECK_REFUSED(run({"--attention", pattern, "--slc-count", "4", "--out", out}), 2, "--slc-count", pattern);
+    for (const char* wrong : {"", "dense", "nsa,", ",nsa", "nsa,,full", "nsa full", "window,nsa,dense"})
+        CHECK_REFUSED(run({"--attention", wrong, "--out", out}), 2, "--attention", "window,nsa");
+    CHECK_REFUSED(run({"--attention", "window,window,full", "--out", out}), 2, "--layers is 2");
+    std::string longest = "nsa";
+    for (int i = 1; i < MAX_PATTERN; i++) longest += ",full";
+    CHECK_EQUAL(layer_kinds(longest).size(), size_t(MAX_PATTERN));
+    CHECK(layer_kinds(longest + ",nsa").empty());
 
     const std::string warning = "train_nsa: warning: ";
     const auto said = [&](const Result& r, const std::string& text) {

@@ -678,14 +678,15 @@ TEST(run_comparison_of_arms) {
     const std::string plan = c.folder.file("plan.txt");
     write_file(plan,
                "sweep nsa 1e-3 2e-3\nsweep full 0.02 0.04 # a remark\nrun window+optimizer=muon 0.01 5 256\n"
-               "run alternating+full-every=2 0.01 5 256\nlonger nsa+smear+init=narrow 512 0.01 0.02\n");
+               "run alternating+attention=window,full 0.01 5 256\nrun interleaved 0.01 5 256\nlonger "
+               "nsa+smear+init=narrow 512 0.01 0.02\n");
     const program::Result day = c.gpu_day(plan);
     CHECK_EQUAL(day.err, "");
     CHECK_EQUAL(day.status, 0);
     CHECK(day.out.find("predicted at 300 TFLOP/s, not measured: ") != std::string::npos);
     // Two rates and two more seeds of 512 tokens, and one run of 256.
     CHECK(std::regex_search(day.out, std::regex("longer nsa\\+smear\\+init=narrow: .* 2.05e-06 G tokens")));
-    CHECK(std::regex_search(day.out, std::regex("run alternating\\+full-every=2: .* 2.56e-07 G tokens")));
+    CHECK(std::regex_search(day.out, std::regex("run interleaved: .* 2.56e-07 G tokens")));
     const size_t runs = glob_files(c.folder.file("work/results/*.json")).size();
     // Losses of such a run fall with the rate: two rates and four doublings. With all tokens the best one, its half and
     // its double at least, and both other seeds at the best of these.
@@ -705,12 +706,13 @@ TEST(run_comparison_of_arms) {
 
     const Json nsa = c.result("nsa_lr0.001_seed0_tokens256"), full = c.result("full_lr0.02_seed0_tokens256");
     const Json window = c.result("window+optimizer=muon_lr0.01_seed5_tokens256");
-    const char* const of_two = "alternating+full-every=2_lr0.01_seed5_tokens256";
-    const Json alternating = c.result(of_two);
+    const char *const of_two = "alternating+attention=window,full_lr0.01_seed5_tokens256",
+                      *const in_turn = "interleaved_lr0.01_seed5_tokens256";
+    const Json alternating = c.result(of_two), interleaved = c.result(in_turn);
     const double size = nsa.number("parameters", "nsa");
-    for (const Json* arm : {&full, &window, &alternating})
+    for (const Json* arm : {&full, &window, &alternating, &interleaved})
         CHECK(std::fabs(arm->number("parameters", "an arm") / size - 1) <= 0.02);
-    for (const char* name : {"nsa_lr0.001_seed0_tokens256", "full_lr0.02_seed0_tokens256", of_two}) {
+    for (const char* name : {"nsa_lr0.001_seed0_tokens256", "full_lr0.02_seed0_tokens256", of_two, in_turn}) {
         const std::string log = read_file(c.folder.file("work/" + std::string(name) + "/log.jsonl"));
         const Json start = parse_json(log.substr(0, log.find('\n')), name).get("start", name), found = c.result(name);
         CHECK_NEAR(found.number("flops", name) / 256, start.number("flops_per_token", name), 1);
