@@ -177,9 +177,9 @@ void check_model(const Config& c, int way) {
     E::set_order(0);
 }
 TEST_ON(ModelEngines, model_loss_and_gradients, false) {
-    for (const char* options : {"", "--attention full", "--branches cmp,win", "--branches slc", ALL_OPTIONS,
-                                "--qk-norm --attention full", "--attention window,full", "--attention window,nsa",
-                                "--layers 3 --attention nsa,window,full --qk-norm --v-head-dim 8"})
+    for (const char* options :
+         {"", "--attention full", "--branches cmp,win", "--branches slc", ALL_OPTIONS, "--qk-norm --attention full",
+          "--attention window,full", "--attention window,nsa", "--attention nsa,full --qk-norm --v-head-dim 8"})
         for (int way = 0; way < E::WAYS; way++) check_model<E>(engine_config(options), way);
 }
 

@@ -196,9 +196,11 @@ inline Options small(const Options& more = {}) {
         if (value == "-") options.erase(name);  // not given
         else options[name] = value;
     }
-    if (options.count("attention") && options["attention"] == "full")
-        for (const char* of_nsa : {"cmp-block", "cmp-stride", "slc-block", "slc-count", "window", "phi-hidden"})
-            if (!more.count(of_nsa)) options.erase(of_nsa);
+    const std::string attention = options.count("attention") ? options["attention"] : "nsa";
+    for (const char* of_nsa : {"cmp-block", "cmp-stride", "slc-block", "slc-count", "window", "phi-hidden"})
+        if (attention.find("nsa") == std::string::npos && attention.find(of_nsa) == std::string::npos &&
+            !more.count(of_nsa))
+            options.erase(of_nsa);
     return options;
 }
 inline Words small_words(const Options& more = {}) { return words_of(small(more)); }

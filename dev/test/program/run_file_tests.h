@@ -367,6 +367,41 @@ TEST(run_safetensors_reader_survives_any_byte) {
     CHECK(refused > 500 && read > 20);
 }
 
+// Layers in turn, one of NSA between two windows: each has the tensors of its kind, and the verbs work with that.
+TEST(run_layers_in_turn) {
+    using namespace program;
+    TempFolder folder;
+    const std::string out = folder.file("run"), text = folder.file("text.txt"), page = folder.file("page.html");
+    const Options options = {{"attention", "window,nsa"}, {"layers", "3"}, {"steps", "4"}, {"log-every", "1"}};
+    REQUIRE_GOOD(train(merged(options, {{"out", out}, {"steps", "2"}, {"schedule", "constant"}})));
+    REQUIRE_GOOD(train(merged(options, {{"out", folder.file("whole")}, {"schedule", "constant"}})));
+    REQUIRE_GOOD(run({"--resume", "--out", out, "--steps", "4"}));
+    const std::string last = "/step_00000004/model.safetensors";
+    CHECK(read_file(out + last) == read_file(folder.file("whole") + last));
+    const RawFile model = read_raw(out + last);
+    for (const char* tensor : {"gate_proj.weight", "phi_k.fc1.weight", "k_slc_proj.weight"})
+        for (const int layer : {0, 1, 2})
+            CHECK_EQUAL(model.tensors.count(format_text("layers.%d.attn.%s", layer, tensor)), size_t(layer == 1));
+    // The statistics of a layer stand in its place.
+    const std::string log = read_file(out + "/log.jsonl");
+    CHECK(log.find("\"layers\":[{},{\"") != std::string::npos && log.find("},{}]") != std::string::npos);
+    REQUIRE_GOOD(run({"report", "--from", out, "--html", page}));
+    CHECK(read_file(page).find("layer 1") != std::string::npos);
+    write_file(text, std::string(100, 'a'));
+    REQUIRE_GOOD(run({"inspect", "--from", out, "--text", text, "--json", folder.file("inspected.json")}));
+    const Json inspected = parse_json(read_file(folder.file("inspected.json")), "inspected");
+    REQUIRE(inspected.array("layers", "").size() == 1);
+    CHECK_EQUAL(inspected.array("layers", "")[0].integer("layer", ""), int64_t(1));
+    REQUIRE_GOOD(run({"sample", "--from", out, "--prompt", "ab", "--tokens", "9", "--seed", "1"}));
+    // There and back again.
+    REQUIRE_GOOD(run({"export", "--from", out, "--out", folder.file("hf")}));
+    REQUIRE_GOOD(run({"import", "--from", folder.file("hf"), "--out", folder.file("back")}));
+    const std::string eval = run({"eval", "--from", out, "--text", text}).out;
+    CHECK(eval.find("loss") != std::string::npos);
+    CHECK_EQUAL(run({"eval", "--from", folder.file("back"), "--text", text}).status, 0);
+    CHECK_REFUSED(run({"--resume", "--out", out, "--attention", "nsa,window"}), 1, "attention", "window,nsa");
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // --dump-state.
 
@@ -375,7 +410,7 @@ TEST(run_safetensors_reader_survives_any_byte) {
 TEST(run_dump_state_is_what_pytorch_computes) {
     using namespace program;
     TempFolder folder;
-    for (const char* name : {"nsa", "full"}) {
+    for (const char* name : {"nsa", "full", "pattern"}) {
         const SafeTensors golden(format_text("dev/test/golden_%s.safetensors", name));
         const auto value = [&](const std::string& tensor) {
             double x;
