@@ -190,7 +190,7 @@ TEST(inspect_says_what_is_wrong) {
     TempFolder dense;
     REQUIRE_GOOD(train({{"attention", "full"}, {"out", dense.file("run")}}));
     CHECK_REFUSED(with({"--from", dense.file("run"), "--text", folder.file("text.txt"), "--json", folder.file("x")}), 1,
-                  "full attention");
+                  "--attention full");
 }
 
 // Of a text that is longer than a page shows, the first tokens that fit.

@@ -150,7 +150,7 @@ TEST(run_config_json_is_checked_field_by_field) {
     Config read;
     read_config_json(read, path);
     CHECK_EQUAL(config_json(read), whole);
-    CHECK_EQUAL(root.keys.size(), 25u);
+    CHECK_EQUAL(root.keys.size(), 24u);
     const auto refused = [&](const std::string& text, const std::string& key) {
         write_file(path, text);
         Config config;

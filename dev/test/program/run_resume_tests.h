@@ -68,6 +68,8 @@ TEST(resume_knows_options_that_have_left) {
     CHECK_FAILS(1, "--skip-outliers 6", resumes("\"skip_outliers\": 6"));
     CHECK(resumes("\"activation\": \"silu\""));
     CHECK_FAILS(1, "--activation relu2", resumes("\"activation\": \"relu2\""));
+    CHECK(resumes("\"full_every\": 1"));
+    CHECK_FAILS(1, "--full-every 2", resumes("\"full_every\": 2"));
     CHECK_FAILS(1, "--reset-at-document 1", resumes("\"reset_at_document\": 1"));
     CHECK_FAILS(1, "run.json: the run had --deterministic on, which this program no longer has",
                 resumes("\"deterministic\": \"on\""));
