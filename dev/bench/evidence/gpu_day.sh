@@ -3,8 +3,8 @@
 #
 # The comparison for a day or two on one GPU: 125m with GPT-2's vocabulary on FineWeb-Edu, T = 8192, 2.5 G tokens a run;
 # NSA, full attention, and with as many keys as NSA a window in three layers of four and a window in all; equal
-# parameters within 2 %; rates 3, 6, 12e-4 on seed 0 at a quarter of the tokens, three other seeds at each arm's best;
-# losses by the number of tokens in sight.
+# parameters within 2 %; rates 3, 6, 12e-4 on seed 0 at a quarter of the tokens, the best, its half and its double with
+# all of them on seed 1, seeds 2 and 3 at each arm's best; losses by the number of tokens in sight.
 # Never run on a GPU yet: what is tested is the protocol, with a small model on a CPU.
 #
 #   data/fetch_shards.sh --dir SHARDS      gets the shards (25 for training, 200 MB each, and one for validation)
