@@ -558,9 +558,13 @@ using MoreOfStep = std::function<void(const std::map<std::string, OperationTime>
 template <class Dev>
 int perf_on(Timed<Dev>& dev, const Config& c, int timed_steps = 5, int ceiling_size = 0, std::FILE* out = stdout,
             const MoreOfStep& more = nullptr) {
-    const std::string name = format_text(
-        "perf, %s, %lld x %lld%s", c.attention == "full" ? "full attention" : "NSA", (long long)c.batch,
-        (long long)c.seq_len, c.recompute ? format_text(", recompute %lld", (long long)c.recompute).c_str() : "");
+    const std::string name =
+        format_text("perf, %s, %lld x %lld%s",
+                    c.attention == "full"  ? "full attention"
+                    : c.attention == "nsa" ? "NSA"
+                                           : c.attention.c_str(),
+                    (long long)c.batch, (long long)c.seq_len,
+                    c.recompute ? format_text(", recompute %lld", (long long)c.recompute).c_str() : "");
     const Ceilings ceilings = measure_ceilings(dev, ceiling_size);
     {
         Model<Timed<Dev>> model(dev, c, true);
