@@ -117,9 +117,9 @@ struct TensorTable : TensorList {
         if (c.smear) add("smear.gate.weight", vector_of(C).with(INIT_ZERO));
         if (c.smear) add("smear.scale.weight", vector_of(C).with(INIT_ZERO_TWO));
         for (int64_t i = 0; i < c.layers; i++) {
-            const bool is_nsa = s.kind_of_layer(size_t(i)) == NSA_LAYER;
-#define ADD(field, on_disk, form) \
-    if (form.is_there && (is_nsa || !form.only_nsa)) add(name_in_layer(i, on_disk), form);
+#define ADD(field, on_disk, form)                                                     \
+    if (form.is_there && (!form.only_nsa || s.kind_of_layer(size_t(i)) == NSA_LAYER)) \
+        add(name_in_layer(i, on_disk), form);
             LAYER_TENSORS(ADD)
 #undef ADD
         }
@@ -373,7 +373,6 @@ struct Activations {
         return Activations(dev, c, B, T, mode, queries, true).arena.wanted;
     }
 
-    // s: the shape of the layer
     typename Dev::Heads heads(const Layer& acts, const NsaShape& s) const {
         return with_slots(typename Dev::Heads{acts.q, {}, acts.gate}, acts.kv, s);
     }
@@ -424,15 +423,12 @@ struct Activations {
         const auto kept = [](bool by_each_layer) { return by_each_layer; };
         const auto there = [](bool at_all) { return at_all; };
 #define PLACE(type, field, elements, is_there, name) \
-    if (is_there) arena.take(field, name, elements);
-#define PLACE_IN_LAYER(type, field, elements, is_kept, name)     \
-    if (is_kept == own) arena.take(acts->field, name, elements); \
-    else if (own) acts->field = layer[0].field;
-        if (acts) {
-            LAYER_BUFFERS(PLACE_IN_LAYER)
-        } else {
-            SHARED_BUFFERS(PLACE)
-        }
+    if (!acts && is_there) arena.take(field, name, elements);
+#define PLACE_IN_LAYER(type, field, elements, is_kept, name)             \
+    if (acts && is_kept == own) arena.take(acts->field, name, elements); \
+    else if (acts && own) acts->field = layer[0].field;
+        LAYER_BUFFERS(PLACE_IN_LAYER)
+        SHARED_BUFFERS(PLACE)
 #undef PLACE
 #undef PLACE_IN_LAYER
     }
@@ -548,11 +544,9 @@ std::vector<uint32_t> selections_of(const Activations<Dev>& a) {
     const NsaShape& s = a.shape;
     const size_t words = size_t(s.B) * s.G * s.T * s.selection_words();
     std::vector<uint32_t> all;
-    for (size_t i = 0; i < a.layer.size(); i++) {
-        if (s.kind_of_layer(i) != NSA_LAYER) continue;
-        all.resize(all.size() + words);
-        a.dev.copy(all.data() + all.size() - words, a.layer[i].selection, words);
-    }
+    for (size_t i = 0; i < a.layer.size(); i++)
+        if (s.kind_of_layer(i) == NSA_LAYER)
+            all.resize(all.size() + words), a.dev.copy(&all[all.size() - words], a.layer[i].selection, words);
     return all;
 }
 
