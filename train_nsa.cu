@@ -973,6 +973,7 @@ struct Run {
         apply_update(model, s.step, s.lr, reducer.get());
         if (statistics) s.statistics = layer_statistics(dev, activations->shape, activations->layer);
         state.step = s.step;
+        s.all_tokens = state.tokens += uint64_t(c.total_batch);
         state.loader = loader_numbers(data.train->state());
         s.samples = data.train->state().next_sample;
         pending.push_back(std::move(s));
@@ -1086,7 +1087,7 @@ void begin_run(Run<Dev>& run, const Config& c, const Device& device, const Gradi
     else if (start.weights) read_parameters(model, *start.weights);
     else model.initialise();
     if (!run.is_first() || !c.dump_state.empty()) return;
-    begin_log(run.report, c, start.checkpoint, run.state.step, model, world.size);
+    begin_log(run.report, c, start.checkpoint, run.state, model, world.size);
 }
 
 // Prints, on rank 0, what there is to say at the end of a run. Some ends are errors.

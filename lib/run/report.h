@@ -269,7 +269,8 @@ struct StepResult {
     int64_t step = 0;
     double lr = 0;
     std::string statistics;       // ",\"layers\": ..." or ""
-    uint64_t samples = 0;         // that the loader has dealt out by the end of this step
+    uint64_t samples = 0;         // that the loader has dealt out by the end of this step, of these data
+    uint64_t all_tokens = 0;      // that the run has been given by then
     std::vector<int32_t> tokens;  // [samples of this rank, T]
     double own_loss = 0;          // this rank's sum of losses
     double loss = 0, norm = 0, loss_z = 0, norm_z = 0;
@@ -408,6 +409,7 @@ struct RunReport {
     int64_t unprinted_steps = 0;
     double last_val_loss = 0, last_recall = -1;
     int64_t first_step = 0;  // a resumed run begins here
+    uint64_t tokens = 0;     // that the run was given up to the last reported step
     int ranks = 1;
     double flops_per_token = 0, peak_flops = 0;  // of the model, for training; of one rank's processor, 0: unknown
 
@@ -415,17 +417,18 @@ struct RunReport {
         : steps(run_steps), total_batch(step_tokens), log_every(every), epoch_samples(samples_per_epoch) {}
 
     // What the log says about each start of the program on this run: at its first step, or at a resume.
-    void log_start(int64_t step, const std::string& version, const std::string& device, int of_ranks,
+    void log_start(const TrainState& state, const std::string& version, const std::string& device, int of_ranks,
                    int64_t parameters, int64_t vocab_size, double flops, double peak) {
         ranks = of_ranks;
+        tokens = state.tokens;
         flops_per_token = flops;
         peak_flops = peak;
         log->line(
             log->json,
-            format_text("{\"step\":%lld,\"time\":%.3f,\"tokens\":%lld,\"start\":{\"version\":%s,\"device\":%s,"
+            format_text("{\"step\":%lld,\"time\":%.3f,\"tokens\":%llu,\"start\":{\"version\":%s,\"device\":%s,"
                         "\"ranks\":%d,\"parameters\":%lld,\"vocab_size\":%lld,\"flops_per_token\":%.0f,"
                         "\"peak_flops\":%.6g}}",
-                        (long long)step, unix_time(), (long long)(step * total_batch), json_quote(version).c_str(),
+                        (long long)state.step, unix_time(), (unsigned long long)tokens, json_quote(version).c_str(),
                         json_quote(device).c_str(), ranks, (long long)parameters, (long long)vocab_size, flops, peak));
     }
 
@@ -451,6 +454,7 @@ struct RunReport {
     // Both logs have every step. stdout has one in log_every, or one a second, and what is out of the ordinary: the
     // first, the last, and those that changed no weight.
     void print_step(const StepResult& s, double seconds, double peak_gpu_mib, bool last) {
+        tokens = s.all_tokens;
         log->line(log->text, format_text("s:%lld trl:%.6f lr:%.6e norm:%.4f", (long long)s.step, s.loss, s.lr, s.norm));
         log->line(log->json, step_json(s, seconds, peak_gpu_mib));
         unprinted_seconds += seconds, unprinted_steps++;
@@ -478,8 +482,8 @@ struct RunReport {
         const std::string of = decides ? "" : "/" + set;
         std::string line = format_text("step %04lld | val loss %.4f", (long long)step, r.loss);
         if (!set.empty()) line += " (" + set + ")";
-        std::string fields = format_text("{\"step\":%lld,\"time\":%.3f,\"tokens\":%lld", (long long)step, unix_time(),
-                                         (long long)(step * total_batch));
+        std::string fields = format_text("{\"step\":%lld,\"time\":%.3f,\"tokens\":%llu", (long long)step, unix_time(),
+                                         (unsigned long long)tokens);
         const auto add = [&](const char* name, const std::string& value) {
             fields += ",\"" + (name + of) + "\":" + value;
         };
@@ -603,8 +607,8 @@ struct RunReport {
         text += format_text(",\"loss_z\":%s,\"norm_z\":%s,\"skipped\":%s", json_number("%.3f", s.loss_z).c_str(),
                             json_number("%.3f", s.norm_z).c_str(), s.is_bad() ? "true" : "false");
         text +=
-            format_text(",\"ms\":%.2f,\"tokens_per_s\":%.1f,\"tokens\":%lld,\"epoch\":%.6f,\"peak_memory_mib\":%.1f",
-                        seconds * 1e3, speed.back(), (long long)(s.step * total_batch),
+            format_text(",\"ms\":%.2f,\"tokens_per_s\":%.1f,\"tokens\":%llu,\"epoch\":%.6f,\"peak_memory_mib\":%.1f",
+                        seconds * 1e3, speed.back(), (unsigned long long)s.all_tokens,
                         double(s.samples) / double(epoch_samples), peak_memory_mib());
         if (peak_gpu_mib) text += format_text(",\"peak_gpu_memory_mib\":%.1f", peak_gpu_mib);
         return text + s.statistics + "}";

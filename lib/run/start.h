@@ -56,12 +56,12 @@ RunStart open_run(const Config& c, const std::set<std::string>& given, const Wor
 
 // On rank 0, when the folder is there and the weights are: opens the logs and writes the run's first lines into them.
 template <class Model>
-void begin_log(RunReport& report, const Config& c, const std::string& checkpoint, int64_t step, const Model& model,
-               int ranks) {
-    report.log = std::make_unique<RunLog>(c.out, !checkpoint.empty(), step, c.tensorboard);
-    report.log_start(step, version_text(), model.dev.describe(), ranks, model.table.parameters, c.vocab_size,
+void begin_log(RunReport& report, const Config& c, const std::string& checkpoint, const TrainState& state,
+               const Model& model, int ranks) {
+    report.log = std::make_unique<RunLog>(c.out, !checkpoint.empty(), state.step, c.tensorboard);
+    report.log_start(state, version_text(), model.dev.describe(), ranks, model.table.parameters, c.vocab_size,
                      model_flops_per_token(model.table.specs, shape_of(c, 1, c.seq_len), c.layers),
                      model.dev.peak_flops());
-    print_resume(c, checkpoint, step);
+    print_resume(c, checkpoint, state.step);
     std::fflush(stdout);
 }

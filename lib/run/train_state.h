@@ -39,6 +39,7 @@ struct Validation {
 
 struct TrainState {
     int64_t step = 0;                     // finished optimiser steps
+    uint64_t tokens = 0;                  // that they were given, whatever --total-batch and --data were meanwhile
     int64_t last_update = 0;              // the last of them that changed the weights
     int64_t bad_steps = 0;                // steps in a row, up to now, whose loss or gradient was not finite
     std::array<uint64_t, 4> loader = {};  // the data loader's four integers
@@ -58,8 +59,9 @@ inline std::string numbers_json(const std::vector<double>& values) {
 // integers as doubles, so the loader's four are strings.
 inline std::string state_json(const TrainState& s, const std::string& options, int ranks,
                               const std::vector<std::string>& shards = {}) {
-    std::string text = format_text("{\"last_update\": %lld, \"bad_steps\": %lld, \"ranks\": %d",
-                                   (long long)s.last_update, (long long)s.bad_steps, ranks);
+    std::string text =
+        format_text("{\"tokens\": %llu, \"last_update\": %lld, \"bad_steps\": %lld, \"ranks\": %d",
+                    (unsigned long long)s.tokens, (long long)s.last_update, (long long)s.bad_steps, ranks);
     text += ",\n \"loader\": [";
     for (size_t i = 0; i < s.loader.size(); i++)
         text += format_text("%s\"%llu\"", i ? ", " : "", (unsigned long long)s.loader[i]);
@@ -104,7 +106,9 @@ inline TrainState read_state(const Manifest& manifest) {
         fail("%s: loader has %zu integers, expected %zu", path.c_str(), loader.size(), state.loader.size());
     for (size_t i = 0; i < loader.size(); i++)
         state.loader[i] = read_loader_integer(loader[i].string(path + ": loader"), path, i);
-    if (manifest.state.find("shards"))  // older checkpoints have no list
+    state.tokens = manifest.state.find("tokens") ? uint64_t(manifest.state.integer("tokens", path))
+                                                 : state.loader[1] * state.loader[3];  // of 0.2: T times samples
+    if (manifest.state.find("shards"))                                                 // older checkpoints have no list
         for (const Json& name : manifest.state.array("shards", path))
             state.shards.push_back(name.string(path + ": shards"));
     state.was_validated = manifest.state.find("validation");
