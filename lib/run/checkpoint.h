@@ -203,19 +203,20 @@ inline void abandon_checkpoint(const std::string& run, int64_t step, const Compl
 // ---------------------------------------------------------------------------------------------------------------------
 // Reading.
 
-// Throws unless the file is there with the size and the checksum of the record.
+// Throws unless the file is there, or where a link leads, with the size and the checksum of the record.
 inline void verify_file(const std::string& folder, const FileRecord& expected) {
     const std::string path = folder + "/" + expected.name;
     struct stat s;
-    if (lstat(path.c_str(), &s) != 0)
-        errno == ENOENT ? fail("%s: the file is missing, the manifest expects %llu bytes", path.c_str(),
+    if (stat(path.c_str(), &s) != 0)
+        errno == ENOENT ? fail("%s: %s, the manifest expects %llu bytes", path.c_str(),
+                               is_gone(path) ? "the file is missing" : "the link leads to no file",
                                (unsigned long long)expected.size)
                         : fail_to_read(path, errno);
     if (!S_ISREG(s.st_mode)) fail("%s is no regular file", path.c_str());
     if (uint64_t(s.st_size) != expected.size)
         fail("%s has %llu bytes, the manifest says %llu", path.c_str(), (unsigned long long)s.st_size,
              (unsigned long long)expected.size);
-    const int fd = ::open(path.c_str(), O_RDONLY | O_NOFOLLOW | O_CLOEXEC);
+    const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
     if (fd < 0) fail_to_read(path, errno);
     const auto close_file = [](const int* open_fd) { ::close(*open_fd); };
     const std::unique_ptr<const int, decltype(close_file)> closes(&fd, close_file);

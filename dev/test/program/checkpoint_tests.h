@@ -298,8 +298,17 @@ TEST(checkpoint_files_damaged_in_every_way) {
     write_file(path + "/empty", "");
     CHECK(std::rename(model.c_str(), (path + "/aside").c_str()) == 0);
     CHECK_FAILS(1, "model.safetensors: the file is missing", verify_checkpoint(path));
-    CHECK(symlink((path + "/aside").c_str(), model.c_str()) == 0);  // the right bytes, but who knows until when
-    CHECK_FAILS(1, "no regular file", verify_checkpoint(path));
+    CHECK(symlink((path + "/aside").c_str(), model.c_str()) == 0);
+    CHECK(is_intact(path));  // moved to a store and linked
+    write_file(path + "/aside", bytes.substr(1) + bytes[0]);
+    CHECK_FAILS(1, "model.safetensors has checksum ", verify_checkpoint(path));
+    write_file(path + "/aside", bytes + '\0');
+    CHECK_FAILS(1, "model.safetensors has 1001 bytes", verify_checkpoint(path));
+    write_file(path + "/aside", bytes);
+    for (const char* nowhere : {"nowhere", "model.safetensors", "."}) {
+        CHECK(unlink(model.c_str()) == 0 && symlink(nowhere, model.c_str()) == 0);
+        CHECK_FAILS(1, "model.safetensors", verify_checkpoint(path));
+    }
     CHECK(unlink(model.c_str()) == 0 && mkfifo(model.c_str(), 0666) == 0);  // must not wait for a writer
     CHECK_FAILS(1, "no regular file", verify_checkpoint(path));
     CHECK(unlink(model.c_str()) == 0 && mkdir(model.c_str(), 0777) == 0);
