@@ -111,9 +111,21 @@ inline std::string folder_of(const std::string& path) {
 // Without the folders it is in.
 inline std::string name_of(const std::string& path) { return path.substr(path.rfind('/') + 1); }
 
-// Without a step through . or .., and whatever the current folder is.
-inline std::string absolute_path(const std::string& path) {
-    return std::filesystem::absolute(path).lexically_normal().string();
+// The path from the root, without steps through "."; here: the current folder, whose own names are no links. Behind
+// another name ".." stays: that may be a link, whose parent is elsewhere.
+inline std::string absolute_path(const std::string& path,
+                                 const std::string& here = std::filesystem::current_path().string()) {
+    std::string all = path[0] == '/' || here == "/" ? "" : here;
+    bool in_here = true;
+    for (size_t begin = 0, end; begin <= path.size(); begin = end + 1) {
+        end = std::min(path.find('/', begin), path.size());
+        const std::string name = path.substr(begin, end - begin);
+        if (name.empty() || name == ".") continue;
+        in_here = in_here && name == "..";
+        if (in_here) all.resize(all.empty() ? 0 : all.rfind('/'));
+        else all += "/" + name;
+    }
+    return all.empty() ? "/" : all;
 }
 
 // mkdir -p

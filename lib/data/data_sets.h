@@ -136,7 +136,7 @@ inline std::string with_absolute_patterns(const std::string& text, bool named) {
         const std::string pattern = set.substr(begin);
         all += "," + set.substr(0, begin);
         if (pattern == "synthetic") all += pattern;
-        else all += absolute_path(pattern[0] == '/' ? pattern : here + "/" + pattern);
+        else all += absolute_path(pattern, here);
     }
     return all.substr(1);
 }
