@@ -113,7 +113,8 @@ inline std::string run_json_with_start(const std::string& options, const std::st
 }
 
 // A folder for the run, with its run.json. An earlier run's files are never overwritten: without --resume they move
-// into a folder beside it. A file that this program did not write stays, and is refused if it is in the way.
+// into a folder beside it. A file that this program did not write stays, and is refused if it is in the way. options "":
+// a resume that has no step to do, whose options must not become the run's.
 inline void prepare_run_folder(const std::string& out, bool resuming, const std::string& options,
                                const std::string& start) {
     make_folders(out);
@@ -128,6 +129,7 @@ inline void prepare_run_folder(const std::string& out, bool resuming, const std:
     const std::string note = !earlier.empty() ? move_run_aside(out, earlier) : resuming ? ", resumed" : "";
     std::printf("out:    %s%s\n", out.c_str(), note.c_str());
     clean_leftovers(out, complain);
+    if (options.empty()) return;
     const std::string path = out + "/run.json", before = file_exists(path) ? read_file(path) : "";
     replace_text_file(path, run_json_with_start(options, before, path, start));
 }

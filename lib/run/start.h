@@ -40,14 +40,17 @@ RunStart open_run(const Config& c, const std::set<std::string>& given, const Wor
                                 : c.init == "random"   ? "every tensor random"
                                                        : c.init + " initialisation";
     if (says) print_run(c, given, world, device, path.text, model, data, weights);
+    bool has_steps = true;
     if (resumes) {
         require_same_model(c, start.checkpoint, "resume");
-        resume_data(*data.train, c, read_state(read_manifest(start.checkpoint)), says);
+        const TrainState state = read_state(read_manifest(start.checkpoint));
+        resume_data(*data.train, c, state, says);
+        has_steps = state.step < c.steps;
     } else {
         start.weights = open_initial_weights(c, model.table.specs, says);
     }
     const std::string record = environment_json(world, model.dev.describe(), libraries, start.checkpoint);
-    if (says && writes) prepare_run_folder(c.out, resumes, manifest_json(c), record);
+    if (says && writes) prepare_run_folder(c.out, resumes, has_steps ? manifest_json(c) : "", record);
     world.barrier();
     const std::string heartbeat = format_text("%s/heartbeat_rank%d.jsonl", c.out.c_str(), world.rank);
     if (writes) world.watchdog.write_heartbeats(heartbeat, world.rank);

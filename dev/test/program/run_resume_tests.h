@@ -234,6 +234,73 @@ TEST(run_resumed_elsewhere_and_without_run_json) {
     }
 }
 
+// The tokens of a log are those that the loader gave out: after another --total-batch, of a checkpoint of before that does
+// not have their number, and after other data, with which the loader's own count begins anew.
+TEST(run_counts_the_tokens_that_it_was_given) {
+    using namespace program;
+    TempFolder folder;
+    write_small_corpus(folder, "a.bin", 1), write_small_corpus(folder, "b.bin", 2);
+    const std::string out = folder.file("run");
+    const auto resume = [&](const Words& more) {
+        REQUIRE_GOOD(run(joined({"--resume", "--out", out}, more)));
+        std::vector<double> tokens;
+        for (const Json& line : log_of(out))
+            if (line.find("tokens")) tokens.push_back(line.number("tokens", "log.jsonl"));
+        return std::vector<double>(tokens.end() - 3, tokens.end());  // of the start, its step, the validation
+    };
+    REQUIRE_GOOD(train({{"data", folder.file("a.bin")}, {"val-data", folder.file("b.bin")}, {"out", out}}));
+    CHECK(resume({"--steps=3", "--total-batch=512"}) == (std::vector<double>{256, 768, 768}));
+    const std::string third = out + "/step_00000003", state = read_manifest(third).state_text;
+    const std::string key = "\"tokens\": 768, ";
+    REQUIRE(state.find(key) == 1);
+    seal(third, "{" + state.substr(1 + key.size()));
+    CHECK(resume({"--steps=4", "--total-batch=256"}) == (std::vector<double>{768, 1024, 1024}));
+    CHECK(resume({"--steps=5", "--allow-new-data", "--data", folder.file("b.bin"), "--val-data="}) ==
+          (std::vector<double>{1024, 1024, 1280}));
+}
+
+// The options of a resume that has no step to do are not the run's from then on.
+TEST(run_resumed_behind_its_end_leaves_run_json) {
+    using namespace program;
+    TempFolder folder;
+    const std::string out = folder.file("run"), json = out + "/run.json";
+    REQUIRE_GOOD(train({{"out", out}, {"steps", "4"}, {"save-every", "2"}}));
+    remove_tree(out + "/step_00000004");
+    const std::string before = read_file(json);
+    for (const char* steps : {"--steps=1", "--steps=2", "--steps=0"}) {
+        REQUIRE_GOOD(run({"--resume", "--out", out, steps, "--lr=0.5"}));
+        CHECK(read_file(json) == before);
+    }
+    REQUIRE_GOOD(run({"--resume", "--out", out}));
+    CHECK(file_exists(out + "/step_00000004"));
+    CHECK(std::remove(json.c_str()) == 0);
+    REQUIRE_GOOD(run({"--resume", "--out", out, "--steps=1"}));
+    CHECK(!file_exists(json));
+}
+
+// A path through a link and then up is what it is to every other program, and to a resume from another folder.
+TEST(run_follows_links_before_it_goes_up) {
+    using namespace program;
+    TempFolder folder;
+    make_folders(folder.file("big/train")), make_folders(folder.file("big/other"));
+    make_folders(folder.file("local/other"));
+    write_small_corpus(folder, "big/other/x.bin", 1), write_small_corpus(folder, "local/other/x.bin", 2);
+    CHECK(symlink("../big/train", folder.file("local/data").c_str()) == 0);
+    const auto in = [&](const std::string& where, const std::string& words) {
+        return execute({"/bin/sh", "-c", "cd " + folder.file(where) + " && " + path() + " " + words});
+    };
+    std::string words = "--data 'local/data/../other/x*.bin' --out run";
+    for (const std::string& word : small_words()) words += " " + word;
+    REQUIRE_GOOD(in("", words));
+    REQUIRE_GOOD(in("big", "--resume --out ../run --steps 3"));  // another corpus would be refused
+    const std::string shards = read_manifest(folder.file("run/step_00000003")).state.array("shards", "")[0].text;
+    CHECK(std::filesystem::equivalent(shards, folder.file("big/other/x.bin")));
+    const Json options = parse_json(read_file(folder.file("run/run.json")), "run.json");
+    CHECK(std::filesystem::equivalent(folder_of(options.string("data", "run.json")), folder.file("big/other")));
+    // The shards of both folders are two files, whatever the text of their paths.
+    REQUIRE_GOOD(in("", words + "2 --val-data local/other/x.bin"));
+}
+
 // --init-from brings the model's shape; only what was given can contradict it.
 TEST(run_begins_with_the_shape_of_the_weights) {
     using namespace program;
