@@ -19,7 +19,8 @@
 // One ending behind its context.
 struct ChoiceRow {
     std::vector<uint16_t> tokens;
-    size_t first = 0;  // token at which the ending begins, at least 1
+    size_t first = 0;                 // token at which the ending begins, at least 1
+    size_t cut = 0, cut_answers = 0;  // tokens that the row lost at its beginning, and those of the ending among them
 
     size_t answers() const { return tokens.size() - first; }
 };
@@ -45,20 +46,24 @@ struct ChoiceTask {
     std::string file;
     std::vector<ChoiceItem> items;
     std::vector<const ChoiceRow*> rows;  // of all items
-    size_t cut = 0;                      // rows whose context lost its beginning
+    size_t cut = 0, cut_endings = 0;     // rows that lost their beginning; those that lost some of the ending too
 
     ChoiceTask() = default;
     ChoiceTask(ChoiceTask&&) = default;
     ChoiceTask& operator=(ChoiceTask&&) = default;  // no copies: `rows` points into `items`
 
-    // A row has at most seq_len tokens: a longer one keeps its end.
+    // A row has at most seq_len tokens: a longer one keeps its end. Of an ending without a context the first token is
+    // not scored, since nothing stands before it.
     void finish(size_t seq_len) {
         for (ChoiceItem& item : items)
             for (ChoiceRow& row : item.endings) {
                 const size_t excess = row.tokens.size() > seq_len ? row.tokens.size() - seq_len : 0;
                 row.tokens.erase(row.tokens.begin(), row.tokens.begin() + std::ptrdiff_t(excess));
-                row.first = row.first > excess ? row.first - excess : 1;
-                cut += excess > 0;
+                row.cut = excess;
+                row.cut_answers = excess >= row.first ? excess - row.first + 1 : 0;
+                row.first = row.cut_answers ? 1 : row.first - excess;
+                cut += row.cut > 0;
+                cut_endings += row.cut_answers > 0;
                 rows.push_back(&row);
             }
     }
@@ -104,20 +109,23 @@ struct ChoiceTask {
     }
 };
 
-// A line of JSON for each item: the right ending and those chosen, counted from 0, and of every ending its loss and
-// tokens.
+// A line of JSON for each item: the right ending and those chosen, counted from 0, and of every ending its loss, its
+// tokens, and what its row lost at the beginning.
 inline std::string choice_items_text(const ChoiceTask& task, const ChoiceResult& r) {
     std::string text;
     for (size_t i = 0; i < task.items.size(); i++) {
         const ChoiceAnswer& answer = r.answers[i];
-        std::string losses, tokens;
+        std::string losses, tokens, cut, cut_answers;
         for (size_t e = 0; e < answer.losses.size(); e++) {
             losses += format_text("%s%.9g", e ? ", " : "", answer.losses[e]);
-            tokens += format_text("%s%zu", e ? ", " : "", task.items[i].endings[e].answers());
+            const ChoiceRow& row = task.items[i].endings[e];
+            const auto add = [&](std::string& list, size_t n) { list += (e ? ", " : "") + std::to_string(n); };
+            add(tokens, row.answers()), add(cut, row.cut), add(cut_answers, row.cut_answers);
         }
         text += format_text("{\"item\": %zu, \"label\": %zu, \"by_loss\": %zu, \"by_loss_per_token\": %zu, ", i,
                             task.items[i].label, answer.by_loss, answer.by_loss_per_token) +
-                "\"losses\": [" + losses + "], \"tokens\": [" + tokens + "]}\n";
+                "\"losses\": [" + losses + "], \"tokens\": [" + tokens + "], \"cut_tokens\": [" + cut +
+                "], \"cut_ending_tokens\": [" + cut_answers + "]}\n";
     }
     return text;
 }
@@ -146,7 +154,9 @@ ChoiceTask read_choices_of_lines(const std::string& file, const std::string& tex
         const std::vector<uint16_t> context = encode(root.string("ctx", where));
         ChoiceItem item;
         for (const Json& ending : root.array("endings", where)) {
-            ChoiceRow row{context, context.size()};
+            ChoiceRow row;
+            row.tokens = context;
+            row.first = context.size();
             const std::vector<uint16_t> tokens = encode(" " + ending.string(where + ": endings"));
             row.tokens.insert(row.tokens.end(), tokens.begin(), tokens.end());
             item.endings.push_back(std::move(row));
@@ -197,7 +207,9 @@ inline ChoiceTask read_choices_of_llmc(const std::string& file, const std::strin
         next_tokens(context);
         ChoiceItem item;
         for (int e = 0; e < endings; e++) {
-            item.endings.push_back({context, context.size()});
+            item.endings.emplace_back();
+            item.endings.back().tokens = context;
+            item.endings.back().first = context.size();
             next_tokens(item.endings.back().tokens);
         }
         require_choices(item, label, where);

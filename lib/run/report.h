@@ -589,12 +589,11 @@ struct RunReport {
                 "from an earlier checkpoint in %s",
                 c.out.c_str());
         if (state.step == first_step)
-            std::printf(
-                "no step was to be done: --steps is %lld%s\n", (long long)steps,
-                first_step ? format_text(", and step %lld is reached already; run.json stays as it was",
-                                         (long long)first_step)
-                                 .c_str()
-                           : "");
+            std::printf("no step was to be done: --steps is %lld%s\n", (long long)steps,
+                        first_step ? format_text(", and step %lld is reached already; run.json stays as it was",
+                                                 (long long)first_step)
+                                         .c_str()
+                                   : "");
         if (!last_saved.empty())
             std::printf("next:   %s sample --from %s%s --prompt \"...\"\n        %s report --from %s --html %s\n",
                         shell_word(program_name).c_str(), shell_word(c.out).c_str(),

@@ -113,8 +113,8 @@ inline std::string run_json_with_start(const std::string& options, const std::st
 }
 
 // A folder for the run, with its run.json. An earlier run's files are never overwritten: without --resume they move
-// into a folder beside it. A file that this program did not write stays, and is refused if it is in the way. options "":
-// a resume that has no step to do, whose options must not become the run's.
+// into a folder beside it. A file that this program did not write stays, and is refused if it is in the way. options
+// "": a resume that has no step to do, whose options must not become the run's.
 inline void prepare_run_folder(const std::string& out, bool resuming, const std::string& options,
                                const std::string& start) {
     make_folders(out);

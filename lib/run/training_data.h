@@ -104,6 +104,18 @@ TrainingData<Loader> open_training_data(const std::string& train, const std::str
     return data;
 }
 
+// --hellaswag, with a warning where rows do not fit into what the model reads at a time.
+template <class World, class Tokenizer>
+ChoiceTask open_choices(const TrainConfig& c, const World& world, const Tokenizer* tokenizer) {
+    ChoiceTask task = read_choices(c.hellaswag, tokenizer, int(c.vocab_size), size_t(c.seq_len));
+    if (task.cut && world.rank == 0)
+        complain(
+            format_text("--hellaswag %s: %zu of %zu rows are longer than --seq-len %lld and lost their beginning, %zu "
+                        "of them down into the ending that is scored",
+                        c.hellaswag.c_str(), task.cut, task.rows.size(), (long long)c.seq_len, task.cut_endings));
+    return task;
+}
+
 // What the options of a run ask for. tokenizer: null where GPT-2's vocabulary is not known.
 template <class Loader, class World, class Tokenizer>
 TrainingData<Loader> open_training_data(const TrainConfig& c, const World& world, const Tokenizer* tokenizer) {
@@ -112,7 +124,7 @@ TrainingData<Loader> open_training_data(const TrainConfig& c, const World& world
     if (c.align == "document") options.document_start = c.tokenizer == "bytes" ? 0 : int(c.vocab_size) - 1;
     TrainingData<Loader> data = open_training_data<Loader>(c.data, c.val_data, val_tokens, options);
     data.train->require_global_batch(uint64_t(c.total_batch / c.seq_len));
-    if (!c.hellaswag.empty()) data.choices = read_choices(c.hellaswag, tokenizer, int(c.vocab_size), size_t(c.seq_len));
+    if (!c.hellaswag.empty()) data.choices = open_choices(c, world, tokenizer);
     return data;
 }
 
@@ -187,6 +199,6 @@ EvaluationData<Loader> open_evaluation_data(const Config& c, const std::string& 
         data.sets.push_back(
             {file, std::make_unique<Loader>(std::vector<TokenSource>{text_source(file, *tokenizer)}, options)});
     }
-    if (!c.hellaswag.empty()) data.choices = read_choices(c.hellaswag, tokenizer, int(c.vocab_size), size_t(c.seq_len));
+    if (!c.hellaswag.empty()) data.choices = open_choices(c, world, tokenizer);
     return data;
 }

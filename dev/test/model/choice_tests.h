@@ -67,6 +67,13 @@ TEST(choices_of_both_forms_are_read) {
     CHECK(std::string(cut.rows[5]->tokens.begin(), cut.rows[5]->tokens.end()) == row.substr(row.size() - 12));
     CHECK_EQUAL(cut.rows[5]->first, 6u);
     CHECK_EQUAL(cut.cut, 6u);  // the rows of the second item, and the longer two of the first
+    CHECK_EQUAL(cut.cut_endings, 0u);
+    // Down into the ending, whose first token then has nothing before it.
+    const ChoiceTask deep = choices::read(folder.file("a.jsonl"), 4);
+    CHECK_EQUAL(deep.rows[5]->cut, row.size() - 4);
+    CHECK_EQUAL(deep.rows[5]->cut_answers, 3u);  // of the 6
+    CHECK_EQUAL(deep.rows[5]->answers(), 3u);
+    for (const ChoiceRow* r : deep.rows) CHECK(r->first >= 1 && r->first < r->tokens.size());
 }
 
 TEST(choices_that_are_damaged_are_refused) {
@@ -177,6 +184,17 @@ TEST(run_answers_multiple_choice) {
     CHECK(items == 3 && e.out.find(format_text("%.4f by loss per token, %.4f by loss", double(right_per_token) / 3,
                                                double(right) / 3)) != std::string::npos);
     CHECK_REFUSED(run(listed), 1, "--json", "items");
+    // Rows that do not fit are counted, in training and in eval; in the file each has its own numbers.
+    write_file(folder.file("long"), "{\"ctx\": \"a\", \"endings\": [\"" + std::string(77, 'b') + "\", \"" +
+                                        std::string(62, 'c') + "\", \"c\"], \"label\": 1}\n");
+    const Result cut =
+        run({"eval", "--from", out, "--hellaswag", folder.file("long"), "--threads=1", "--json", folder.file("cut")});
+    CHECK(cut.status == 0 && cut.err.find("1 of 3 rows") != std::string::npos &&
+          cut.err.find("1 of them") != std::string::npos && cut.err.find("64") != std::string::npos);
+    const std::string cut_json = read_file(folder.file("cut"));
+    CHECK(cut_json.find("\"cut_tokens\": [15, 0, 0], \"cut_ending_tokens\": [15, 0, 0]") != std::string::npos);
+    const Result cut_training = train({{"out", folder.file("cut_run")}, {"hellaswag", folder.file("long")}});
+    CHECK(cut_training.status == 0 && std::count(cut_training.err.begin(), cut_training.err.end(), '\n') == 1);
     CHECK_REFUSED(run({"eval", "--from", out, "--val-data", "synthetic", "--json", "x"}), 2, "--hellaswag");
     const std::string mpirun = find_mpirun("multiple choice on two ranks");
     if (mpirun.empty()) return;

@@ -234,8 +234,8 @@ TEST(run_resumed_elsewhere_and_without_run_json) {
     }
 }
 
-// The tokens of a log are those that the loader gave out: after another --total-batch, of a checkpoint of before that does
-// not have their number, and after other data, with which the loader's own count begins anew.
+// The tokens of a log are those that the loader gave out: after another --total-batch, of a checkpoint of before that
+// does not have their number, and after other data, with which the loader's own count begins anew.
 TEST(run_counts_the_tokens_that_it_was_given) {
     using namespace program;
     TempFolder folder;
