@@ -70,6 +70,22 @@ inline std::string read_separator(const std::string& written) {
     return out;
 }
 
+// How texts of others write the end of a document. In a text it is no token of ours, see Tokenizer.
+constexpr char END_OF_TEXT[] = "<|endoftext|>";
+
+inline uint64_t count_end_of_text(const std::string& text) {
+    uint64_t count = 0;
+    for (size_t at = 0; (at = text.find(END_OF_TEXT, at)) != std::string::npos; at++) count++;
+    return count;
+}
+
+// For a verb that takes a text as one document.
+inline void warn_of_end_of_text(const std::string& text, const std::string& where) {
+    if (const uint64_t count = count_end_of_text(text))
+        complain(format_text("%s: %s stands in it %llu %s and is read as ordinary text, not as the end of a document",
+                             where.c_str(), END_OF_TEXT, (unsigned long long)count, count == 1 ? "time" : "times"));
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Blocks: what a worker is given, and what it makes of it.
 
@@ -112,11 +128,12 @@ struct TokenBlock {
     std::vector<size_t> documents;  // where documents begin in `tokens`, each with end-of-text
     uint64_t text_bytes = 0;        // in the documents
     Oddity invalid_utf8, nul;       // nul: bytes that have the id of end-of-text
+    Oddity end_of_text;             // END_OF_TEXT as ordinary text; of a .txt its reader counts them
     std::exception_ptr error;
     bool done = false;  // guarded by TokenizePool::mutex
 };
 
-// Calls use(text, its line's offset in the file) for every line of a .jsonl but empty ones.
+// Calls use(text, its line's offset in the file) for every line of a .jsonl but blank ones.
 template <class Use>
 void for_each_text(const TokenBlock& block, Use use) {
     uint64_t number = block.first_line;
@@ -125,8 +142,7 @@ void for_each_text(const TokenBlock& block, Use use) {
         const std::string json = block.bytes.substr(begin, end - begin);
         const std::string where = format_text("%s: line %llu", block.path.c_str(), (unsigned long long)number++);
         if (json.find_first_not_of(" \t\r") == std::string::npos) continue;
-        const std::string text = parse_json(json, where, block.first_byte + begin).string(block.text_key, where);
-        if (!text.empty()) use(text, block.first_byte + begin);
+        use(parse_json(json, where, block.first_byte + begin).string(block.text_key, where), block.first_byte + begin);
     }
 }
 
@@ -159,6 +175,8 @@ void encode_block(TokenBlock& block, Encoder& encoder) {
     }
     if (!block.is_jsonl) return;
     for_each_text(block, [&](const std::string& text, uint64_t byte) {
+        if (text.empty()) return;
+        if (const uint64_t count = count_end_of_text(text)) block.end_of_text.add(block.path, byte, count);
         if (nul_is_end_of_text)
             if (const auto nuls = std::count(text.begin(), text.end(), '\0'))
                 block.nul.add(block.path, byte, uint64_t(nuls));
@@ -358,15 +376,21 @@ void read_text(TextFile& file, const std::string& separator, size_t block_bytes,
         if (file.at_end) {
             add_part(file.rest.size());
         } else {
-            // Behind the cut there must be a whole character, and the beginning of a separator whose end may not have
-            // been read yet.
-            const size_t keep = std::max<size_t>(4, separator.size());
+            // Behind the cut there must be a whole character, and the beginning of a separator or an END_OF_TEXT whose
+            // end may not have been read yet.
+            const size_t keep = std::max(sizeof END_OF_TEXT, separator.size());
             size_t cut = file.rest.size() > keep ? file.rest.size() - keep : 0;
             while (cut > begin && !pre_tokenizer.always_cuts(file.rest.data(), file.rest.size(), cut)) cut--;
             if (cut > begin) add_part(cut);
         }
         block->path = file.name;
         block->first_byte = byte;
+        auto part = block->parts.begin();
+        for (size_t at = 0; (at = file.rest.find(END_OF_TEXT, at)) < begin; at++) {
+            while (part != block->parts.end() && part->end <= at) part++;
+            const bool in_document = part != block->parts.end() && part->begin <= at;  // and no separator
+            if (in_document) block->end_of_text.add(file.name, byte + at);
+        }
         block->bytes = file.rest.substr(0, begin);
         file.rest.erase(0, begin);
         byte += begin;
@@ -479,7 +503,7 @@ inline void check_tokenize_options(const TokenizeOptions& options) {
 struct TokenizeCounts {
     uint64_t bytes = 0, text_bytes = 0;  // of the files, in documents
     uint64_t text_files = 0, separators = 0, files_without_text = 0;
-    Oddity invalid_utf8, nul;
+    Oddity invalid_utf8, nul, end_of_text;
     double seconds = 0;
 };
 
@@ -497,6 +521,7 @@ TokenizeCounts encode_files(const char* verb, const TokenizeOptions& options, co
         progress.done = double(block->bytes_before);
         counts.invalid_utf8.add(block->invalid_utf8);
         counts.nul.add(block->nul);
+        counts.end_of_text.add(block->end_of_text);
     };
     for (const TextInput& input : inputs.files) {
         TextFile file(input);
@@ -538,6 +563,11 @@ inline void warn_of_oddities(const TokenizeOptions& options, const TextInputs& i
             format_text("bytes that are not valid UTF-8 were kept as they are, %s; text in another encoding can "
                         "be converted: iconv -f LATIN1 -t UTF-8 FILE > NEW",
                         counts.invalid_utf8.words().c_str()));
+    if (counts.end_of_text.count)
+        complain(
+            format_text("%s in the text is read as ordinary text, not as the end of a document, %s; --split-documents "
+                        "'%s' ends the documents of a .txt there; a .jsonl has one in each line: take it out there",
+                        END_OF_TEXT, counts.end_of_text.words().c_str(), END_OF_TEXT));
     if (counts.nul.count)
         complain(format_text("NUL bytes are read as end-of-text by the vocabulary of bytes; the text has them %s",
                              counts.nul.words().c_str()));

@@ -60,7 +60,9 @@ class Inspection {
         require_output_file("json", c.json, INSPECTED_BEGINNING);
         if (c.text.size() != 1) fail_usage("inspect: --text is missing: one file of text, or - for stdin");
         const std::string& file = c.text[0];
-        take_tokens(tokenizer.encode(whole_text(file).text), file);
+        const std::string text = whole_text(file).text;
+        warn_of_end_of_text(text, "--text " + file);
+        take_tokens(tokenizer.encode(text), file);
         std::vector<std::string> bytes = {""};
         for (size_t i = 1; i < tokens.size(); i++) bytes.push_back(tokenizer.decode({uint16_t(tokens[i])}));
         tokens[0] = tokenizer.end_of_text;

@@ -37,7 +37,10 @@ std::unique_ptr<Tokenizer> tokenizer_of_model(const Config& c) {
 inline std::vector<std::string> prompts_of(const SampleConfig& c) {
     if (c.interactive && (!c.prompt.empty() || !c.prompt_file.empty()))
         fail_usage("--interactive reads its prompts from stdin: leave out --prompt and --prompt-file");
-    if (c.prompt_file.empty()) return {c.prompt};
+    if (c.prompt_file.empty()) {
+        warn_of_end_of_text(c.prompt, "--prompt");
+        return {c.prompt};
+    }
     if (!c.prompt.empty()) fail_usage("--prompt and --prompt-file: give one of them");
     std::vector<std::string> prompts;
     for (const std::string& path : c.prompt_file) {
@@ -45,6 +48,7 @@ inline std::vector<std::string> prompts_of(const SampleConfig& c) {
         for (std::string& text : of_file.texts) {
             for (const char end : {'\n', '\r'})
                 if (!of_file.is_jsonl && !text.empty() && text.back() == end) text.pop_back();
+            warn_of_end_of_text(text, "--prompt-file " + path);
             prompts.push_back(text);
         }
     }

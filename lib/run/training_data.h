@@ -158,13 +158,15 @@ struct EvaluationData {
     }
 };
 
-// --text: the documents of a file, each after an end-of-text.
+// --text: the documents of a file, each after an end-of-text. says: on the rank that prints.
 template <class Tokenizer>
-TokenSource text_source(const std::string& file, const Tokenizer& tokenizer) {
+TokenSource text_source(const std::string& file, const Tokenizer& tokenizer, bool says) {
     const Progress progress("reading " + file);
     std::vector<uint16_t> tokens;
     typename Tokenizer::Encoder encoder(tokenizer);
     for (const std::string& document : documents_of(file).texts) {
+        if (document.empty()) continue;
+        if (says) warn_of_end_of_text(document, "--text " + file);
         tokens.push_back(tokenizer.end_of_text);
         encoder.append(document, tokens);
     }
@@ -197,7 +199,8 @@ EvaluationData<Loader> open_evaluation_data(const Config& c, const std::string& 
             fail_usage("--text -: of several ranks only the first has stdin: give a file");
         options.name = "--text " + file;
         data.sets.push_back(
-            {file, std::make_unique<Loader>(std::vector<TokenSource>{text_source(file, *tokenizer)}, options)});
+            {file, std::make_unique<Loader>(std::vector<TokenSource>{text_source(file, *tokenizer, world.rank == 0)},
+                                            options)});
     }
     if (!c.hellaswag.empty()) data.choices = open_choices(c, world, tokenizer);
     return data;
