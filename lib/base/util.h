@@ -221,7 +221,8 @@ enum RandomUse : uint64_t {
     RANDOM_SAMPLE = 3,
     RANDOM_SYNTHETIC = 4,
     RANDOM_ROUNDING = 5,
-    RANDOM_TEST = 6
+    RANDOM_TEST = 6,
+    RANDOM_DOCUMENT = 7
 };
 HOST_DEVICE inline uint64_t random_stream(RandomUse use, uint64_t index = 0) { return use + (index << 32); }
 

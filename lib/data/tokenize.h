@@ -1,11 +1,14 @@
 // tokenize.h: the verb `tokenize`: text files to token shards.
 //
 // The caller's thread reads the files in blocks of about 1 MB. Worker threads parse and encode them, and the caller
-// takes them back in the order in which it read them, so the tokens do not depend on the number of threads. Where
-// validation begins depends on the number of tokens, which is known only at the end; so the tokens first go to a file
-// beside the shards (2 bytes each; it has no name, so nothing of it stays behind whatever happens) and are copied from
-// there. Memory holds a few blocks per thread and 8 bytes per document; a block grows beyond 1 MB only for a longer
-// line of JSON or a longer run of characters without a place to cut.
+// takes them back in the order in which it read them, so the tokens do not depend on the number of threads. Which
+// documents are for validation depends on all of them; so the tokens first go to a file beside the shards (2 bytes
+// each; it has no name, so nothing of it stays behind whatever happens) and are copied from there. Memory holds a few
+// blocks per thread and some 30 bytes per document; a block grows beyond 1 MB only for a longer line of JSON or a
+// longer run of characters without a place to cut.
+//
+// Documents are drawn by what they hold, not by where they stand: their order, and how many files they come in, change
+// nothing.
 //
 // The tokenizer is a template parameter, so that lib/ includes nothing from above: it is the Tokenizer of tokenizer.h.
 #pragma once
@@ -15,6 +18,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <thread>
 
 #include "../base/json.h"
@@ -28,16 +32,18 @@ struct TokenizeConfig {
     // --split-documents: what separates the documents of a .txt, with escapes \n \r \t \0 \\; empty: the file is one
     // document
     std::string split_documents;
-    std::string text_key = "text";     // of a line of .jsonl
-    double val_fraction = 0.01;        // the validation shards' share of the tokens, 0 to 1
-    int64_t shard_tokens = 100000000;  // of one file
-    int64_t size = 8192;               // of vocabulary: all tokens, with the 256 bytes and end-of-text
+    std::string text_key = "text";        // of a line of .jsonl
+    double val_fraction = 0.01;           // the validation shards' share of the tokens, 0 to 1
+    std::string val_documents = "drawn";  // which: drawn by the seed, or last
+    int64_t shard_tokens = 100000000;     // of one file
+    int64_t size = 8192;                  // of vocabulary: all tokens, with the 256 bytes and end-of-text
 };
 
 struct TokenizeOptions : TokenizeConfig {
     std::string out;                 // --out: PREFIX of the shards
     std::string tokenizer = "gpt2";  // --tokenizer: gpt2 or bytes
     std::string vocab_dir;           // --vocab-dir: see Tokenizer::gpt2
+    uint64_t seed = 1337;            // --seed
     int threads = 1;                 // --threads
     size_t block_bytes = 1 << 20;    // read and encoded at a time; only tests change this and the next
     bool report = true;              // print the summary
@@ -423,9 +429,15 @@ inline void read_jsonl(TextFile& file, const std::string& text_key, size_t block
 // ---------------------------------------------------------------------------------------------------------------------
 // All the tokens, before they are split into training and validation.
 
+struct TokenRange {
+    uint64_t begin, end;
+    bool is_cut;  // it begins inside a document
+};
+
 class TokenSpool {
   public:
     std::vector<uint64_t> documents;  // where each document begins, with its end-of-text
+    std::vector<uint64_t> hashes;     // of each document's tokens
     uint64_t tokens = 0;
 
     explicit TokenSpool(const std::string& prefix) : path(prefix + "_tokens.tmp"), file(create()) {
@@ -436,7 +448,15 @@ class TokenSpool {
     ~TokenSpool() { std::fclose(file); }
 
     void write(const TokenBlock& block) {
-        for (const size_t at : block.documents) documents.push_back(tokens + at);
+        size_t document = 0;
+        for (size_t i = 0; i < block.tokens.size(); i++) {
+            if (document < block.documents.size() && block.documents[document] == i) {
+                documents.push_back(tokens + i);
+                hashes.push_back(0xcbf29ce484222325u);
+                document++;
+            }
+            hashes.back() = (hashes.back() ^ block.tokens[i]) * 0x100000001b3u;  // FNV-1a
+        }
         if (!block.tokens.empty() &&
             std::fwrite(block.tokens.data(), sizeof(uint16_t), block.tokens.size(), file) != block.tokens.size())
             fail("cannot write %s: %s (all tokens go there before the shards, 2 bytes each)", path.c_str(),
@@ -444,19 +464,41 @@ class TokenSpool {
         tokens += block.tokens.size();
     }
 
-    // Copies the tokens [begin, end) to a shard.
-    void copy(uint64_t begin, uint64_t end, ShardWriter& shards) {
-        Progress progress("writing shards", double(end - begin));
-        std::vector<uint16_t> part(size_t(std::min<uint64_t>(1 << 20, end - begin)));
-        if (fseeko(file, off_t(begin * sizeof(uint16_t)), SEEK_SET) != 0)
-            fail("cannot seek in %s: %s", path.c_str(), std::strerror(errno));
-        for (uint64_t at = begin; at < end; at += part.size()) {
-            part.resize(size_t(std::min<uint64_t>(part.size(), end - at)));
+    // The documents in the order in which validation takes them: as the seed draws them, or from the last one on.
+    std::vector<size_t> order(const std::string& which, uint64_t seed) const {
+        std::vector<size_t> all(documents.size());
+        std::iota(all.rbegin(), all.rend(), size_t(0));
+        if (which == "last") return all;
+        std::vector<uint64_t> drawn;
+        for (const uint64_t hash : hashes) drawn.push_back(random_bits(seed, random_stream(RANDOM_DOCUMENT), hash));
+        std::stable_sort(all.begin(), all.end(), [&](size_t a, size_t b) { return drawn[a] < drawn[b]; });
+        return all;
+    }
+
+    // Copies the tokens of these ranges, which rise, to validation, all others to training. A cut one gets an
+    // end-of-text, so that it begins as every document does.
+    void deal(const std::vector<TokenRange>& ranges, uint16_t end_of_text, ShardWriter& train, ShardWriter& val) {
+        Progress progress("writing shards", double(tokens));
+        std::vector<uint16_t> part(size_t(std::min<uint64_t>(1 << 20, tokens)));
+        if (fseeko(file, 0, SEEK_SET) != 0) fail("cannot seek in %s: %s", path.c_str(), std::strerror(errno));
+        auto range = ranges.begin();
+        for (uint64_t at = 0, i = 0; at < tokens; at += part.size()) {
+            part.resize(size_t(std::min<uint64_t>(part.size(), tokens - at)));
             if (std::fread(part.data(), sizeof(uint16_t), part.size(), file) != part.size())
                 fail("cannot read %s back: %s", path.c_str(), std::strerror(errno));
-            shards.write(part.data(), part.size());
-            progress.done = double(at - begin);
+            while (i < at + part.size()) {
+                const bool is_val = range != ranges.end() && i >= range->begin;
+                if (is_val && i == range->begin && range->is_cut) val.write(&end_of_text, 1);
+                const uint64_t change = is_val ? range->end : range != ranges.end() ? range->begin : tokens;
+                const uint64_t end = std::min<uint64_t>(change, at + part.size());
+                (is_val ? val : train).write(&part[size_t(i - at)], size_t(end - i));
+                if (is_val && end == range->end) ++range;
+                i = end;
+            }
+            progress.done = double(at);
         }
+        train.close();
+        val.close();
     }
 
   private:
@@ -473,20 +515,27 @@ class TokenSpool {
     }
 };
 
-// Where the validation tokens begin: at the document that begins nearest to the last `fraction` of the tokens. If that
-// gives more than twice as many tokens as asked for (few long documents), or there is only one document, they begin at
-// exactly that place, in the middle of a document.
-inline uint64_t validation_begin(uint64_t tokens, const std::vector<uint64_t>& documents, double fraction) {
-    if (fraction == 0) return tokens;
-    if (fraction == 1) return 0;
-    const uint64_t target = tokens - uint64_t(double(tokens) * fraction);
-    if (documents.size() < 2) return target;
-    // the first document that does not begin before the target, or else the last one
-    const auto above = std::lower_bound(documents.begin() + 1, documents.end() - 1, target);
-    uint64_t nearest = *above;
-    if (above != documents.begin() + 1 && nearest > target && target - *(above - 1) < nearest - target)
-        nearest = *(above - 1);
-    return target < tokens && tokens - nearest > 2 * (tokens - target) ? target : nearest;
+// What goes to validation: of these documents, in the order in which they are taken, as many as come nearest to this
+// share of the tokens. Where that is less than half of it (few long documents), the end of the next one is cut off too.
+inline std::vector<TokenRange> validation_ranges(uint64_t tokens, const std::vector<uint64_t>& documents,
+                                                 const std::vector<size_t>& order, double fraction) {
+    std::vector<TokenRange> ranges;
+    uint64_t missing = uint64_t(double(tokens) * fraction), taken = 0;
+    for (const size_t i : order) {
+        const uint64_t begin = documents[i], end = i + 1 < documents.size() ? documents[i + 1] : tokens;
+        const uint64_t size = end - begin;
+        const bool leaves_nothing = taken + size == tokens && size > missing;
+        if (leaves_nothing || (size > missing && size - missing >= missing)) {
+            if (taken < missing) ranges.push_back({end - missing, end, true});
+            break;
+        }
+        ranges.push_back({begin, end, false});
+        if (size >= missing) break;
+        taken += size;
+        missing -= size;
+    }
+    std::sort(ranges.begin(), ranges.end(), [](const auto& a, const auto& b) { return a.begin < b.begin; });
+    return ranges;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -579,10 +628,12 @@ inline void require_text(const TokenizeOptions& options, const TextInputs& input
              inputs.files.size() > 1 ? "any of the files" : "the file");
 }
 
-// The summary, in numbers that add up. documents: with an end-of-text each; added: 1 if validation begins inside of one
-// and has an end-of-text more.
+// The summary, in numbers that add up. documents: with an end-of-text each; ranges: those of validation, of which a cut
+// one has an end-of-text more.
 inline void print_tokenized(const TokenizeOptions& options, const TextInputs& inputs, const TokenizeCounts& counts,
-                            size_t documents, bool added, const ShardWriter& train, const ShardWriter& val) {
+                            size_t documents, const std::vector<TokenRange>& ranges, const ShardWriter& train,
+                            const ShardWriter& val) {
+    const bool added = std::any_of(ranges.begin(), ranges.end(), [](const TokenRange& r) { return r.is_cut; });
     const uint64_t tokens = train.tokens() + val.tokens(), marks = documents + added;
     std::printf("tokenize: read %s, %llu bytes in %.2f s, %.1f MB/s\n",
                 counted(int64_t(inputs.files.size()), "file").c_str(), (unsigned long long)counts.bytes, counts.seconds,
@@ -591,6 +642,13 @@ inline void print_tokenized(const TokenizeOptions& options, const TextInputs& in
                 counted(int64_t(documents), "document").c_str(), (unsigned long long)counts.text_bytes,
                 (unsigned long long)(tokens - marks), (unsigned long long)marks,
                 added ? " (one more, since validation begins inside a document)" : "", (unsigned long long)tokens);
+    if (train.tokens() && val.tokens())
+        std::printf("tokenize: validation: %zu of %s, %s%s\n", ranges.size(),
+                    counted(int64_t(documents), "document").c_str(),
+                    options.val_documents == "last"
+                        ? "the last"
+                        : format_text("drawn by --seed %llu", (unsigned long long)options.seed).c_str(),
+                    added ? ", one of which was cut: only its end" : "");
     for (const ShardWriter* shards : {&train, &val}) {
         const int64_t n = int64_t(shards->tokens()), files = (n + options.shard_tokens - 1) / options.shard_tokens;
         const char* const name = shards == &train ? "train" : "val";
@@ -624,16 +682,11 @@ void tokenize_files(const TokenizeOptions& options) {
     if (options.report) warn_of_oddities(options, inputs, counts);
     require_text(options, inputs, documents);
 
-    const uint64_t begin = validation_begin(spool.tokens, spool.documents, options.val_fraction);
-    spool.copy(0, begin, train);
-    train.close();
-    const bool at_document = std::binary_search(spool.documents.begin(), spool.documents.end(), begin);
-    const bool added = !at_document && begin < spool.tokens;
-    if (added) val.write(&tokenizer.end_of_text, 1);  // so that val begins with one too
-    spool.copy(begin, spool.tokens, val);
-    val.close();
+    const std::vector<TokenRange> ranges = validation_ranges(
+        spool.tokens, spool.documents, spool.order(options.val_documents, options.seed), options.val_fraction);
+    spool.deal(ranges, tokenizer.end_of_text, train, val);
 
     if (!options.report) return;
     std::printf("tokenize: %s; %s\n", counted(options.threads, "thread").c_str(), tokenizer.describe().c_str());
-    print_tokenized(options, inputs, counts, documents, added, train, val);
+    print_tokenized(options, inputs, counts, documents, ranges, train, val);
 }

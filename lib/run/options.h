@@ -228,7 +228,8 @@ static const Option OPTIONS[] = {
     {"zero", TRAIN, &ModelConfig::zero, "0", between(0, 1),
      "1: optimiser state (moments, fp32 master weights) is shared out over the ranks, and with it the work of muon"},
     // the run
-    {"seed", TRAIN | SAMPLE, &ModelConfig::seed, "1337", between(0, 9e15), "of weights, data order and samples"},
+    {"seed", TRAIN | SAMPLE | TOKENIZE, &ModelConfig::seed, "1337", between(0, 9e15),
+     "of weights, data order and samples; of tokenize: of the documents drawn for validation"},
     {"eval-every", TRAIN, &TrainConfig::eval_every, "preset", between(0, T),
      "steps between validations; 0: only at the end"},
     {"eval-batches", TRAIN | EVAL, &TrainConfig::eval_batches, "8", between(1, M),
@@ -307,6 +308,8 @@ static const Option OPTIONS[] = {
     {"text-key", TOKENIZE | VOCABULARY, &TokenizeConfig::text_key, "text", ANY, "key of the text in a line of .jsonl"},
     {"val-fraction", TOKENIZE, &TokenizeConfig::val_fraction, "0.01", between(0, 1),
      "share of the tokens that goes to the validation shards"},
+    {"val-documents", TOKENIZE, &TokenizeConfig::val_documents, "drawn", "drawn|last",
+     "which documents those are: drawn by --seed, or the last ones of the files in their order"},
     {"shard-tokens", TOKENIZE, &TokenizeConfig::shard_tokens, "100000000", between(1, 2e9), "tokens per shard"},
     {"split-documents", TOKENIZE | VOCABULARY, &TokenizeConfig::split_documents, "", ANY,
      "text that separates documents inside a .txt"},

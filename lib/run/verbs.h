@@ -20,6 +20,7 @@ inline TokenizeOptions tokenize_options(const Config& c) {
     TokenizeOptions o;
     static_cast<TokenizeConfig&>(o) = c;
     o.out = c.out;
+    o.seed = uint64_t(c.seed);
     o.vocab_dir = c.vocab_dir;
     o.threads = int(c.threads ? c.threads : usable_processors());
     if (!c.tokenizer.empty()) o.tokenizer = c.tokenizer;

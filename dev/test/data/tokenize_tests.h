@@ -328,21 +328,97 @@ TEST(tokenize_refuses_wrong_options) {
     CHECK(glob_files(f.options.out + "*").empty());
 }
 
-TEST(validation_begins_at_the_nearest_document) {
+// As many documents as come nearest to the share, from the last one on; the end of one where they are long.
+TEST(validation_takes_the_nearest_number_of_documents) {
+    const auto taken = [](const std::vector<uint64_t>& documents, double fraction) {
+        std::vector<size_t> order(documents.size());
+        std::iota(order.rbegin(), order.rend(), size_t(0));
+        std::string text;
+        for (const TokenRange& r : validation_ranges(100, documents, order, fraction))
+            text += format_text("%s%d-%d", r.is_cut ? " cut " : " ", int(r.begin), int(r.end));
+        return text;
+    };
     const std::vector<uint64_t> documents = {0, 10, 50, 60, 90};  // of 100 tokens
-    CHECK_EQUAL(validation_begin(100, documents, 0), uint64_t(100));
-    CHECK_EQUAL(validation_begin(100, documents, 1), uint64_t(0));
-    CHECK_EQUAL(validation_begin(100, documents, 0.01), uint64_t(99));  // ten times what was asked for is too much
-    CHECK_EQUAL(validation_begin(100, documents, 0.24), uint64_t(90));
-    CHECK_EQUAL(validation_begin(100, documents, 0.26), uint64_t(60));
-    CHECK_EQUAL(validation_begin(100, documents, 0.4), uint64_t(60));
-    CHECK_EQUAL(validation_begin(100, documents, 0.5), uint64_t(50));
-    CHECK_EQUAL(validation_begin(100, documents, 0.6), uint64_t(50));
-    CHECK_EQUAL(validation_begin(100, documents, 0.99), uint64_t(10));
-    CHECK_EQUAL(validation_begin(100, {0, 50}, 0.01), uint64_t(99));
-    CHECK_EQUAL(validation_begin(100, {0, 50}, 0.24), uint64_t(76));
-    CHECK_EQUAL(validation_begin(100, {0, 50}, 0.25), uint64_t(50));
-    CHECK_EQUAL(validation_begin(100, {0}, 0.01), uint64_t(99));
+    CHECK_EQUAL(taken(documents, 0), std::string());
+    CHECK_EQUAL(taken(documents, 1), std::string(" 0-10 10-50 50-60 60-90 90-100"));
+    CHECK_EQUAL(taken(documents, 0.01), std::string(" cut 99-100"));  // ten times what was asked for is too much
+    CHECK_EQUAL(taken(documents, 0.1), std::string(" 90-100"));
+    CHECK_EQUAL(taken(documents, 0.24), std::string(" cut 76-90 90-100"));
+    CHECK_EQUAL(taken(documents, 0.26), std::string(" 60-90 90-100"));
+    CHECK_EQUAL(taken(documents, 0.5), std::string(" 50-60 60-90 90-100"));
+    CHECK_EQUAL(taken(documents, 0.6), std::string(" 50-60 60-90 90-100"));
+    CHECK_EQUAL(taken(documents, 0.99), std::string(" 10-50 50-60 60-90 90-100"));  // something is left for training
+    CHECK_EQUAL(taken({0, 50}, 0.24), std::string(" cut 76-100"));
+    CHECK_EQUAL(taken({0, 50}, 0.3), std::string(" 50-100"));
+    for (const double fraction : {0.01, 0.5, 0.99})
+        CHECK_EQUAL(taken({0}, fraction), format_text(" cut %d-100", int(std::lround(100 - 100 * fraction))));
+}
+
+// Ten kinds of text, of which the last by name is another: validation has documents of it and of the others, the same
+// ones whether they come in eleven files, in one, or in the other order; with another seed others.
+TEST(validation_is_drawn_whatever_the_files) {
+    TokenizeFixture f;
+    std::vector<std::string> files(11);
+    for (int i = 0; i < 220; i++) {
+        const std::string text = format_text("%s%03d", i % 11 < 10 ? "a" : "z", i);
+        files[size_t(i) % 11] += "{\"text\": \"" + text + std::string(size_t(i % 7), '.') + "\"}\n";
+    }
+    const auto name = [&](size_t i) { return f.folder.file(format_text("%s%02zu.jsonl", i < 10 ? "a" : "z", i)); };
+    std::string all, backwards;
+    for (size_t i = 0; i < files.size(); i++) {
+        write_file(name(i), files[i]);
+        all += files[i], backwards = files[i] + backwards;
+    }
+    write_file(f.folder.file("all.jsonl"), all), write_file(f.folder.file("backwards.jsonl"), backwards);
+    f.options.val_fraction = 0.2;
+    const auto drawn = [&](const std::vector<std::string>& in) {
+        f.options.in = in;
+        tokenize_files(f.options);
+        std::vector<std::set<std::string>> split;
+        for (const std::string& tokens : {f.train(), f.val()}) {
+            split.emplace_back();
+            for (size_t at = 0, end; at < tokens.size(); at = end) {
+                end = std::min(tokens.find('|', at + 1), tokens.size());
+                CHECK(split.back().insert(tokens.substr(at, end - at)).second);
+            }
+        }
+        for (const std::string& file : glob_files(f.options.out + "*")) std::remove(file.c_str());
+        CHECK_EQUAL(split[0].size() + split[1].size(), size_t(220));
+        return split[1];
+    };
+    std::vector<std::string> each;
+    for (size_t i = 0; i < files.size(); i++) each.push_back(name(i));
+    const std::set<std::string> val = drawn(each);
+    const auto of_z = std::count_if(val.begin(), val.end(), [](const std::string& text) { return text[1] == 'z'; });
+    CHECK(val.size() > 35 && val.size() < 53 && of_z >= 1 && of_z <= 12);  // 44, and 4 of them
+    CHECK(drawn({f.folder.file("all.jsonl")}) == val);
+    CHECK(drawn({f.folder.file("backwards.jsonl")}) == val);
+    f.options.seed++;
+    CHECK(drawn(each) != val);
+    f.options.val_documents = "last";
+    for (const std::string& text : drawn(each)) CHECK(text[1] == 'z' || text[1] == 'a');
+    CHECK(!drawn(each).count("|a000"));
+}
+
+// The marker of others for the end of a document is counted wherever blocks end, but not where it is the separator.
+TEST(tokenize_counts_end_of_text_in_the_text) {
+    TokenizeFixture f;
+    const Tokenizer tokenizer = Tokenizer::bytes();
+    std::string text = "<|endoftext|>";
+    for (int i = 0; i < 20; i++) text += "Once.\n<|endoftext|>\nTwice <|endoftext| >";
+    f.input("a.txt", text);
+    write_file(f.folder.file("b.jsonl"), "{\"text\": \"\\u003c|endoftext|> and <|endoftext|>\"}\n{\"text\": \"\"}\n");
+    f.options.in.push_back(f.folder.file("b.jsonl"));
+    for (const std::string separator : {"", "<|endoftext|>", "\n<|endoftext|>\n", "Twice"})
+        for (const size_t block_bytes : {1, 9, 100, 1 << 20}) {
+            f.options.block_bytes = block_bytes;
+            const auto counts = encode_files("tokenize", f.options, TextInputs(f.options.in), separator, tokenizer,
+                                             [](const TokenBlock&) {});
+            const uint64_t in_txt = separator == "<|endoftext|>" ? 0 : separator[0] == '\n' ? 1 : 21;
+            CHECK_EQUAL(counts.end_of_text.count, in_txt + 2);
+            CHECK_EQUAL(counts.end_of_text.first_file, in_txt ? f.options.in[0] : f.options.in[1]);
+            CHECK_EQUAL(counts.end_of_text.first_byte, 0u);
+        }
 }
 
 // The same tokens whatever the threads and wherever the blocks end, and those are the documents' encoded whole.

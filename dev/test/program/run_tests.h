@@ -339,6 +339,17 @@ TEST(run_sample_takes_prompts_from_files) {
     CHECK_EQUAL(
         sample({"--prompt-file", folder.file("one"), folder.file("more.jsonl")}).out,
         "--- prompt 1 of 3 ---\n" + one + "\n--- prompt 2 of 3 ---\n" + two + "\n--- prompt 3 of 3 ---\n" + three);
+    write_file(folder.file("empty.jsonl"), "{\"text\": \"Second\"}\n{\"text\": \"\"}\n{\"text\": \"\\\"3\\\"\"}\n");
+    CHECK_EQUAL(sample({"--prompt-file", folder.file("empty.jsonl")}).out,
+                "--- prompt 1 of 3 ---\n" + two + "\n--- prompt 2 of 3 ---\n" + sample({}).out +
+                    "\n--- prompt 3 of 3 ---\n" + three);
+    write_file(folder.file("marked"), "One.<|endoftext|>Two.");
+    for (const Words& words : {Words{"sample", "--prompt-file"}, Words{"eval", "--text"},
+                               Words{"inspect", "--json", folder.file("inspected"), "--text"}}) {
+        const Result marked = run(joined(words, {folder.file("marked"), "--from", out, "--threads", "1"}));
+        CHECK_EQUAL(marked.status, 0);
+        CHECK(marked.err.find("<|endoftext|>") != std::string::npos);
+    }
     Start start;
     start.input = folder.file("two");
     CHECK_EQUAL(sample({"--prompt-file", "-"}, start).out, two);
