@@ -1,6 +1,8 @@
 // model_card.h: the README.md of an exported model: its shape, its training and its losses, from the checkpoint's own
 // files, and the command that trains it again. Used by export.h.
 #pragma once
+#include <filesystem>
+#include <numeric>
 #include <string>
 
 #include "../base/files.h"
@@ -8,7 +10,10 @@
 #include "../run/build_info.h"
 #include "../run/checkpoint.h"
 #include "../run/config_files.h"
+#include "../data/data_sets.h"
 #include "../run/options.h"
+#include "../run/report.h"
+#include "../run/train_state.h"
 
 // 123,296,256
 inline std::string with_commas(int64_t n) {
@@ -17,10 +22,22 @@ inline std::string with_commas(int64_t n) {
     return text;
 }
 
-// A path of --data as strangers may see it: the files' names, not where they lay.
+// A value of an option as strangers may see it: of paths the last name, not where it lies; of a checkpoint in a run's
+// folder the run's too.
 static std::string published(const Option& o, const std::string& value) {
-    const std::string name = o.name;
-    return name == "data" || name == "val-data" || name == "vocab-dir" ? name_of(value) : value;
+    if (is_choice(o.name, "data|val-data")) {
+        std::string names;
+        for (const std::string& set : set_texts(value)) {
+            const size_t slash = set.rfind('/'), equals = set.find('=');
+            const bool named = !std::strcmp(o.name, "val-data") && equals < slash;
+            names += "," +
+                     (slash == std::string::npos ? set : set.substr(0, named ? equals + 1 : 0) + set.substr(slash + 1));
+        }
+        return names.substr(1);
+    }
+    if (!is_choice(o.name, "vocab-dir|hellaswag|init-from")) return value;
+    const std::string name = name_of(value);
+    return step_of_name(name) < 0 ? name : name_of(folder_of(value)) + "/" + name;
 }
 
 // The command of the run, by what differs from its preset. then: the options that a checkpoint holds.
@@ -28,15 +45,23 @@ static std::string command_of_run(const Json& then, const std::string& path) {
     const std::string preset = then.find("model") ? then.string("model", path) : "tiny";
     const Config standard = options_of("--model " + preset);
     std::string command = "./train_nsa --model " + preset;
+    size_t line = 0;  // where the last one begins
     for (const Option& o : OPTIONS) {
         const Json* value = then.find(underscored(o.name));
-        if (!value || !is_inherited(o) || is_choice(o.name, "model|threads|init-from")) continue;
+        if (!value || !is_inherited(o) || is_choice(o.name, "model|threads")) continue;
         if (is_automatic(o, value_text(*value, o))) continue;
         Config c;
         set_option(c, o, value_text(*value, o));
         const std::string text = value_text(c, o);
         if (text.empty() || text == value_text(standard, o)) continue;
-        command += format_text(" \\\n    --%s '%s'", o.name, published(o, text).c_str());
+        const std::string shown = published(o, text);
+        const std::string word =
+            format_text(" --%s%c", o.name, shown.compare(0, 2, "--") ? ' ' : '=') + shell_word(shown);
+        if (command.size() + word.size() - line > 110) {
+            line = command.size();
+            command += " \\\n   ";
+        }
+        command += word;
     }
     return command;
 }
@@ -45,68 +70,71 @@ static std::string table_row(const char* name, const std::string& value) {
     return format_text("| %s | %s |\n", name, value.c_str());
 }
 
-static std::string rows_of_model(const Config& c, int64_t parameters) {
-    std::string text = table_row("parameters", with_commas(parameters));
-    text += table_row("layers, width, MLP's hidden width",
-                      format_text("%lld, %lld, %lld", (long long)c.layers, (long long)c.dim, (long long)c.mlp_hidden));
-    text +=
-        table_row("query heads, key-value groups, head dimension",
-                  format_text("%lld, %lld, %lld", (long long)c.heads, (long long)c.kv_groups, (long long)c.head_dim));
-    if (c.v_head_dim) text += table_row("head dimension of the values", std::to_string(c.v_head_dim));
-    text += table_row(
-        "attention",
-        !has_layers(c, NSA_LAYER)
-            ? c.attention +
-                  (has_layers(c, WINDOW_LAYER) ? format_text("; windows of %lld tokens", (long long)c.window) : "")
-            : (c.attention == "nsa" ? "" : "layers in turn " + c.attention + "; ") +
-                  format_text("NSA: blocks of %lld every %lld tokens, %lld selected of %lld, "
-                              "window of %lld, branches: %s",
-                              (long long)c.cmp_block, (long long)c.cmp_stride, (long long)c.slc_count,
-                              (long long)c.slc_block, (long long)c.window, c.branches.c_str()));
-    text += table_row("vocabulary", format_text("%s, %lld tokens", c.tokenizer.c_str(), (long long)c.vocab_size));
-    return text + table_row("trained on sequences of", counted(c.seq_len, "token"));
+static std::string attention_text(const Config& c) {
+    if (!has_layers(c, NSA_LAYER))
+        return c.attention +
+               (has_layers(c, WINDOW_LAYER) ? format_text("; windows of %lld tokens", (long long)c.window) : "");
+    return (c.attention == "nsa" ? "" : c.attention + " in turn; ") +
+           format_text("NSA: blocks of %lld every %lld tokens, %lld selected of %lld, window of %lld, branches: %s",
+                       (long long)c.cmp_block, (long long)c.cmp_stride, (long long)c.slc_count, (long long)c.slc_block,
+                       (long long)c.window, c.branches.c_str());
 }
 
-// What a checkpoint's manifest says of its training. Empty for weights alone, and for those that import wrote.
-static std::string training_of(const std::string& checkpoint) {
+// What a checkpoint's manifest says of its training, as rows of the table; command: of the run. Both are empty for
+// weights alone, and for those that import wrote.
+static std::string rows_of_training(const std::string& checkpoint, std::string& command) {
     if (!file_exists(checkpoint + "/manifest.json")) return "";
     const Manifest manifest = read_manifest(checkpoint);
     const std::string& path = manifest.path;
     if (manifest.state.find("imported")) return "";
+    const TrainState state = read_state(manifest);
     const Json& then = manifest.state.get("options", path);
-    const int64_t batch = then.integer("total_batch", path);
-    std::string text = "## Training\n| | |\n|---|---|\n";
-    text += table_row("steps, tokens a step, tokens", with_commas(manifest.step) + ", " + with_commas(batch) + ", " +
-                                                          with_commas(manifest.step * batch));
-    const std::vector<Json>& losses = manifest.state.array("losses", path);
-    double sum = 0;
-    for (const Json& loss : losses) sum += loss.number_value;
+    command = command_of_run(then, path);
+    std::string text = table_row("steps, tokens", with_commas(state.step) + ", " + with_commas(int64_t(state.tokens)));
+    const Json* const origin = then.find("init_from");
+    if (origin && !origin->string(path).empty())
+        text += table_row("its weights began as those of",
+                          printable(published(option_named("init-from"), origin->string(path))) + " (--init-from)");
+    const std::vector<double>& losses = state.losses.values;
     if (!losses.empty())
         text += table_row("training loss, nats a token",
-                          format_text("%.4f, mean of the last %s", sum / double(losses.size()),
+                          format_text("%.4f, mean of the last %s",
+                                      std::accumulate(losses.begin(), losses.end(), 0.0) / double(losses.size()),
                                       counted(int64_t(losses.size()), "step").c_str()));
     const Json* const validation = manifest.state.find("validation");
-    text +=
-        table_row("validation loss, nats a token",
-                  validation ? format_text("%.4f over %s (digest of the data, tokens)",
-                                           validation->number("loss", path), validation->string("data", path).c_str())
-                             : "this step was not validated");
-    return text + "\nThe command, with the names of the data's files but not their folders:\n```\n" +
-           command_of_run(then, path) + "\n```\n";
+    return text + table_row("validation loss, nats a token",
+                            validation ? format_text("%.4f over %s (digest of the data, tokens)",
+                                                     validation->number("loss", path),
+                                                     validation->string("data", path).c_str())
+                                       : "this step was not validated");
 }
 
-// c: the options of the model; checkpoint: its folder; folder: where the export goes.
+// c: the options of the model; checkpoint: its folder; folder: where the export goes, whose real name is the model's.
 inline std::string model_card(const Config& c, const std::string& checkpoint, const std::string& folder,
                               int64_t parameters) {
-    const std::string name = name_of(folder);
+    const std::string name = printable(std::filesystem::weakly_canonical(absolute_path(folder)).filename().string());
+    std::string command;
+    const std::string training = rows_of_training(checkpoint, command);
     return "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n# " + name +
            "\nA language model with Native Sparse Attention (arXiv 2502.11089), trained and exported by train_nsa " +
-           version_text() + ".\n\n| | |\n|---|---|\n" + rows_of_model(c, parameters) + "\n" + training_of(checkpoint) +
-           "\n## Use\n```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n"
+           version_text() +
+           ". It continues text and follows no instructions.\nNo licence is stated: whoever publishes the weights "
+           "chooses one that the training text allows.\n\n| | |\n|---|---|\n" +
+           table_row("parameters", with_commas(parameters)) +
+           table_row("layers, width, MLP's width; heads, groups, head dimensions",
+                     format_text("%lld, %lld, %lld; %lld, %lld, %lld and %lld", (long long)c.layers, (long long)c.dim,
+                                 (long long)c.mlp_hidden, (long long)c.heads, (long long)c.kv_groups,
+                                 (long long)c.head_dim, (long long)(c.v_head_dim ? c.v_head_dim : c.head_dim))) +
+           table_row("attention", attention_text(c)) +
+           table_row("vocabulary, tokens of a sequence", format_text("%s, %lld; %lld", c.tokenizer.c_str(),
+                                                                     (long long)c.vocab_size, (long long)c.seq_len)) +
+           training +
+           (command.empty()
+                ? ""
+                : "\nThe command, with the names of files but not their folders:\n```\n" + command + "\n```\n") +
+           "\n```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n"
            "tokenizer = AutoTokenizer.from_pretrained(\"" +
            name + "\")\nmodel = AutoModelForCausalLM.from_pretrained(\"" + name +
            "\", trust_remote_code=True)\n```\n`trust_remote_code` runs modeling_nsa.py of this folder: read it "
-           "first.\n\n## Limits and licence\nA base model: it continues text and follows no instructions, and it "
-           "repeats what its training text says, right or wrong.\nNo licence is stated here: whoever publishes the "
-           "weights chooses one that the training text allows.\n";
+           "first.\n";
 }

@@ -181,10 +181,33 @@ TEST(export_writes_a_model_card) {
     for (const std::string& text :
          {format_text("| parameters | %d,%03d |", int(parameters / 1000), int(parameters % 1000)),
           format_text("%.4f, mean of the last 3 steps", mean),
-          format_text("%.4f over ", logged(run_folder, "val_loss").back()), std::string("--lr '0.0031'"),
-          std::string("--data 'train.bin'")})
+          format_text("%.4f over ", logged(run_folder, "val_loss").back()), std::string("--lr 0.0031"),
+          std::string("--data train.bin")})
         CHECK(card.find(text) != std::string::npos);
     CHECK(card.find(folder.path) == std::string::npos);
+    CHECK(lines_of(card).size() <= 36 && card.find("\n# hf\n") != std::string::npos);
+    CHECK(card.find("--init-from") == std::string::npos);
+
+    // Of a run that has everything: a mixture, sets by name, multiple choice, another run's weights, another batch.
+    const std::string second = folder.file("second"), link = folder.file("link");
+    write_file(folder.file("more.bin"), shard(random_tokens(64 * 15 + 1, 3, 64)));
+    write_file(folder.file("task.jsonl"), "{\"ctx\": \"a\", \"endings\": [\"b\", \"c\"], \"label\": 1}\n");
+    REQUIRE_GOOD(run({"--init-from", run_folder + "/step_00000003", "--out", second, "--data",
+                      folder.file("train.bin") + ":3," + folder.file("more.bin"), "--val-data",
+                      "web=" + folder.file("val.bin") + ",code=" + folder.file("more.bi*"), "--hellaswag",
+                      folder.file("task.jsonl"), "--prompt", "don't", "--steps=2", "--threads=1", "--total-batch=128",
+                      "--eval-batches=1", "--sample-tokens=1"}));
+    REQUIRE_GOOD(run({"--resume", second, "--steps", "3", "--total-batch", "256"}));
+    CHECK(symlink("real", link.c_str()) == 0);
+    make_folders(folder.file("real"));
+    REQUIRE_GOOD(export_to(link + "/./", second));
+    const std::string whole = read_file(folder.file("real/README.md"));
+    for (const char* text : {"\n# real\n", "from_pretrained(\"real\")", "from_pretrained(\"real\", ", "| 3, 512 |",
+                             "--data 'train.bin:3,more.bin'", "--val-data 'web=val.bin,code=more.bi*'",
+                             "--hellaswag task.jsonl", "--prompt 'don'\\''t'", "--init-from run/step_00000003"})
+        CHECK(whole.find(text) != std::string::npos);
+    CHECK(whole.find(folder.path) == std::string::npos);
+    CHECK_EQUAL(execute({"/bin/sh", "-n", "-c", whole.substr(whole.find("./train_nsa"))}).status, 0);
 }
 
 TEST(export_and_import_refuse_in_one_line) {
