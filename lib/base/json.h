@@ -30,13 +30,14 @@ inline void utf8_append(std::string& out, uint32_t code) {
 }
 
 // The bytes as a JSON string, with its quotes. Bytes that are not valid UTF-8 become U+FFFD, so the result is always
-// valid JSON.
-inline std::string json_quote(const std::string& utf8) {
+// valid JSON. keep_bytes: they become \udc80 to \udcff instead, half surrogates, which Python's "surrogateescape" and
+// parse_json(..., true) turn into the same bytes again: a path may have any.
+inline std::string json_quote(const std::string& utf8, bool keep_bytes = false) {
     std::string out = "\"";
     for (size_t i = 0; i < utf8.size();) {
         uint32_t code;
         const int length = utf8_decode(utf8.data() + i, utf8.size() - i, &code);
-        if (length == 0) out += "\xEF\xBF\xBD";
+        if (length == 0) out += keep_bytes ? format_text("\\udc%02x", uint8_t(utf8[i])) : "\xEF\xBF\xBD";
         else if (code == '"') out += "\\\"";
         else if (code == '\\') out += "\\\\";
         else if (code == '\n') out += "\\n";
@@ -132,6 +133,7 @@ struct JsonParser {
     const std::string& bytes;
     const std::string& where;
     const uint64_t first_byte;  // offset of bytes[0] in the file
+    const bool has_bytes;       // as json_quote(..., true) writes them
     size_t at = 0, values = 0;
 
     int peek() const { return at < bytes.size() ? static_cast<unsigned char>(bytes[at]) : -1; }
@@ -220,6 +222,7 @@ struct JsonParser {
                     const uint32_t low = parse_hex4();
                     code = low >= 0xDC00 && low <= 0xDFFF ? 0x10000 + ((code - 0xD800) << 10) + (low - 0xDC00) : 0xD800;
                 }
+                if (has_bytes && code >= 0xDC80 && code <= 0xDCFF) return void(out += char(code & 0xFF));
                 if (code >= 0xD800 && code <= 0xDFFF)
                     fail("%s: byte %llu: not valid JSON: an escape that is only half of a surrogate pair",
                          where.c_str(), (unsigned long long)(first_byte + escape));
@@ -345,7 +348,13 @@ struct JsonParser {
 };
 
 // The one value in the text. Errors name `where` (the file, perhaps the line) and the byte of the file; first_byte is
-// the offset of the text in it.
-inline Json parse_json(const std::string& text, const std::string& where, uint64_t first_byte = 0) {
-    return JsonParser{text, where, first_byte}.parse();
+// the offset of the text in it. has_bytes: see json_quote.
+inline Json parse_json(const std::string& text, const std::string& where, uint64_t first_byte = 0,
+                       bool has_bytes = false) {
+    return JsonParser{text, where, first_byte, has_bytes}.parse();
+}
+
+// A file that this program wrote, with paths of any bytes in it: run.json, a manifest.
+inline Json parse_own_json(const std::string& text, const std::string& where) {
+    return parse_json(text, where, 0, true);
 }

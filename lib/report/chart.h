@@ -13,15 +13,20 @@
 // ---------------------------------------------------------------------------------------------------------------------
 // Numbers as text.
 
+// Any text within an element or an attribute in double quotes, as valid UTF-8.
 inline std::string html_text(const std::string& text) {
     std::string out;
-    for (const char c : text) {
+    for (size_t i = 0, length = 1; i < text.size(); i += length) {
+        const char c = text[i];
+        uint32_t code;
+        const int valid = utf8_decode(text.data() + i, text.size() - i, &code);
+        length = valid ? size_t(valid) : 1;
         if (c == '&') out += "&amp;";
         else if (c == '<') out += "&lt;";
         else if (c == '>') out += "&gt;";
         else if (c == '"') out += "&quot;";
-        else if ((uint8_t(c) < ' ' && c != '\n' && c != '\t') || c == 127) out += "\xEF\xBF\xBD";
-        else out += c;
+        else if (!valid || (code < ' ' && c != '\n' && c != '\t') || code == 127) out += "\xEF\xBF\xBD";
+        else out.append(text, i, length);
     }
     return out;
 }

@@ -174,7 +174,7 @@ inline RunHistory read_run_history(std::string folder) {
         fail("%s: none of its lines is one of a run's log%s", path.c_str(), run.torn ? "; the last is torn" : "");
     const std::string options = folder + "/run.json";
     if (!file_exists(options)) return run;
-    const Json json = parse_json(read_file(options), options);
+    const Json json = parse_own_json(read_file(options), options);
     for (size_t i = 0; i < json.keys.size(); i++) {
         const Json& x = json.items[i];
         if (x.kind == Json::String) run.options[json.keys[i]] = x.text;

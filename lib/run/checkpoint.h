@@ -100,7 +100,7 @@ inline Manifest parse_manifest(const std::string& text, const std::string& path)
     if (text != before + ending)
         fail("%s: byte %zu: found no %s at the end, which is the checksum of the bytes before: the file is damaged",
              path.c_str(), before.size(), ending.substr(3, ending.size() - 5).c_str());
-    const Json root = parse_json(text, path);
+    const Json root = parse_own_json(text, path);
     const int64_t format = root.integer("format", path);
     if (format != MANIFEST_FORMAT)
         fail("%s: format: found %lld, expected %lld: it was written by another version of the program", path.c_str(),

@@ -206,7 +206,7 @@ static std::string options_json(const Config& c) {
         const std::string name = o.name;
         if (!(o.verbs & TRAIN) || name == "help" || name == "version" || name == "resume") continue;
         text += ",\n \"" + underscored(name) +
-                "\": " + (o.integer || o.real ? value_text(c, o) : json_quote(value_text(c, o)));
+                "\": " + (o.integer || o.real ? value_text(c, o) : json_quote(value_text(c, o), true));
     }
     return text + "}\n";
 }
@@ -261,7 +261,7 @@ static const char* const MEND_RUN_JSON = "mend it, or remove the file: the check
 static std::string find_run_options(const std::string& folder, Json& options) {
     const std::string path = folder + "/run.json";
     if (file_exists(path)) try {
-            options = parse_json(read_file(path), path);
+            options = parse_own_json(read_file(path), path);
             options.string("program", path);
             return path;
         } catch (const Error& e) {
@@ -328,7 +328,7 @@ static std::set<std::string> complete_options(Config& c, const std::set<std::str
 static void read_options_file(Config& c, std::set<std::string>& given, bool prints) {
     const std::string& path = c.config;
     const std::set<std::string> on_command_line = given;
-    const Json file = parse_json(read_file(path), path);
+    const Json file = parse_own_json(read_file(path), path);
     file.require(Json::Object, path);
     const bool of_run = file.find("program");  // a run.json; by hand, everything in it is meant
     const Json* const attention = file.find("attention");

@@ -69,7 +69,7 @@ inline bool is_run_folder(const std::string& folder) {
     if (!checkpoint_steps(folder).empty()) return true;
     try {
         const std::string path = folder + "/run.json";
-        return file_exists(path) && parse_json(read_file(path), path).string("program", path) == "train_nsa";
+        return file_exists(path) && parse_own_json(read_file(path), path).string("program", path) == "train_nsa";
     } catch (const Error&) {
         return false;
     }
@@ -99,7 +99,7 @@ inline std::string run_json_with_start(const std::string& options, const std::st
                                        const std::string& start) {
     std::string starts;  // those of before, as they stand there
     if (!earlier.empty()) try {
-            const Json root = parse_json(earlier, path);
+            const Json root = parse_own_json(earlier, path);
             const Json* const list = root.find("starts");
             if (list && root.keys.back() != "starts") fail("%s: starts is not its last key", path.c_str());
             if (list && !list->require(Json::Array, path + ": starts").items.empty()) {

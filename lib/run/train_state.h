@@ -66,7 +66,7 @@ inline std::string state_json(const TrainState& s, const std::string& options, i
     for (size_t i = 0; i < s.loader.size(); i++)
         text += format_text("%s\"%llu\"", i ? ", " : "", (unsigned long long)s.loader[i]);
     text += "],\n \"shards\": [";
-    for (size_t i = 0; i < shards.size(); i++) text += (i ? ",\n  " : "") + json_quote(shards[i]);
+    for (size_t i = 0; i < shards.size(); i++) text += (i ? ",\n  " : "") + json_quote(shards[i], true);
     text += "],\n \"losses\": " + numbers_json(s.losses.values) + ",\n \"norms\": " + numbers_json(s.norms.values);
     if (s.validation.step == s.step && std::isfinite(s.validation.loss))  // see best_step
         text +=

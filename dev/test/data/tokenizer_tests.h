@@ -346,6 +346,7 @@ TEST(json_errors_name_file_and_byte) {
                        {"\"ab\\ud800\"", "byte 3: not valid JSON: an escape that is only half"},
                        {"\"\\ud800\\u0041\"", "byte 1: not valid JSON: an escape that is only half"},
                        {"\"\\udc00\"", "half of a surrogate"},
+                       {"\"\\udc80\"", "half of a surrogate"},
                        {"\"\xC3(\"", "byte 1: not valid JSON: found byte 0xc3, expected valid UTF-8"},
                        {"01", "byte 1: not valid JSON: found '1', expected no digit"},
                        {"-", "byte 1"},

@@ -301,6 +301,42 @@ TEST(run_follows_links_before_it_goes_up) {
     REQUIRE_GOOD(in("", words + "2 --val-data local/other/x.bin"));
 }
 
+// A path may have any bytes: it is found again by a resume and by the verbs, and what shows it is UTF-8.
+TEST(run_takes_paths_that_are_no_utf8) {
+    using namespace program;
+    TempFolder folder;
+    const std::string odd = folder.file("d\xe9t \xff'\x1b"), out = odd + "/run", name = "d\xe9t \xff'\x1b/x.bin";
+    make_folders(odd);
+    write_small_corpus(folder, name, 1), write_small_corpus(folder, "b.bin", 2);
+    REQUIRE_GOOD(train({{"data", odd + "/x*.bin"}, {"val-data", folder.file("b.bin")}, {"out", out}}));
+    REQUIRE_GOOD(run({"--resume", "--out", out, "--steps=3"}));
+    REQUIRE(std::remove((out + "/run.json").c_str()) == 0);  // the manifest has it too
+    const Result r = run({"--resume", "--out", out, "--steps=4", "--sample-tokens=1"});
+    REQUIRE_GOOD(r);
+    const std::string options = read_file(out + "/run.json"),
+                      manifest = read_file(out + "/step_00000004/manifest.json");
+    for (const std::string& text : {options, manifest, r.out}) {
+        CHECK(printable(text).find("\\xe9") == std::string::npos || &text == &r.out);
+        CHECK(text.find("\xe9") == std::string::npos && text.find("\x1b") == std::string::npos);
+    }
+    CHECK(parse_own_json(options, "").string("data", "") == odd + "/x*.bin");
+    CHECK(parse_own_json(manifest, "").get("state", "").array("shards", "")[0].text == odd + "/x.bin");
+    CHECK_REFUSED(run({"--data", odd + "/*.bin", "--config", folder.file("none")}), 1, "none");
+    REQUIRE_GOOD(run({"report", "--from", out, "--html", folder.file("page.html")}));
+    const std::string page = read_file(folder.file("page.html"));
+    uint32_t code;
+    for (size_t i = 0; i < page.size();) {
+        const int length = utf8_decode(page.data() + i, page.size() - i, &code);
+        REQUIRE(length > 0 && (code >= ' ' || code == '\n' || code == '\t'));
+        i += size_t(length);
+    }
+    // The command that it prints works as it stands, in bash.
+    const std::string begin = "next:   ", next = r.out.substr(r.out.find(begin) + begin.size());
+    CHECK_EQUAL(execute({"/bin/bash", "-c", next}).status, 0);
+    REQUIRE_GOOD(run({"export", "--from", out, "--out", odd + "/hf"}));
+    CHECK(read_file(odd + "/hf/README.md").find("\xe9") == std::string::npos);
+}
+
 // --init-from brings the model's shape; only what was given can contradict it.
 TEST(run_begins_with_the_shape_of_the_weights) {
     using namespace program;
