@@ -74,6 +74,12 @@ inline std::vector<DataSet> weighted_sets(const std::string& text, const char* o
     return sets;
 }
 
+inline bool is_set_name(const std::string& name) {
+    return !name.empty() && name.size() <= 32 && std::all_of(name.begin(), name.end(), [](char c) {
+        return std::isalnum(static_cast<unsigned char>(c)) || std::strchr("_-.", c);
+    });
+}
+
 // The sets of --val-data: NAME=PATTERN,NAME=PATTERN,... A single one may do without a name.
 inline std::vector<DataSet> named_sets(const std::string& text, const char* option) {
     std::vector<DataSet> sets;
@@ -81,10 +87,7 @@ inline std::vector<DataSet> named_sets(const std::string& text, const char* opti
         const std::vector<size_t> equals = places_of('=', of_set);
         const size_t end = equals.empty() ? 0 : equals[0], begin = equals.empty() ? 0 : end + 1;
         const DataSet set = {of_set.substr(begin), 1, of_set.substr(0, end)};
-        const bool is_word = set.name.size() <= 32 && std::all_of(set.name.begin(), set.name.end(), [](char c) {
-                                 return std::isalnum(static_cast<unsigned char>(c)) || std::strchr("_-.", c);
-                             });
-        if (begin && (set.name.empty() || !is_word))
+        if (begin && !is_set_name(set.name))
             fail_usage(
                 "%s '%s': '%s' is no name, expected at most 32 letters, digits, _ - and .; a = or , that belongs to a "
                 "path needs a \\ before it",

@@ -405,6 +405,11 @@ std::string layer_statistics(Dev& dev, const NsaShape& s, const Layers& layers) 
     return text + "]";
 }
 
+// How each line of log.jsonl begins. time: of the day, which somebody may set; clock: counts the seconds at work.
+inline std::string log_stamp(int64_t step) {
+    return format_text("{\"step\":%lld,\"time\":%.3f,\"clock\":%.3f", (long long)step, unix_time(), seconds_now());
+}
+
 // What rank 0 prints and logs while the run goes on. The other ranks have one too, for its clocks.
 struct RunReport {
     const int64_t steps, total_batch, log_every;  // --steps, --total-batch, --log-every
@@ -432,18 +437,17 @@ struct RunReport {
         tokens = state.tokens;
         flops_per_token = flops;
         peak_flops = peak;
-        log->line(
-            log->json,
-            format_text("{\"step\":%lld,\"time\":%.3f,\"tokens\":%llu,\"start\":{\"version\":%s,\"device\":%s,"
-                        "\"ranks\":%d,\"parameters\":%lld,\"vocab_size\":%lld,\"flops_per_token\":%.0f,"
-                        "\"peak_flops\":%.6g}}",
-                        (long long)state.step, unix_time(), (unsigned long long)tokens, json_quote(version).c_str(),
-                        json_quote(device).c_str(), ranks, (long long)parameters, (long long)vocab_size, flops, peak));
+        log->line(log->json,
+                  log_stamp(state.step) +
+                      format_text(",\"tokens\":%llu,\"start\":{\"version\":%s,\"device\":%s,"
+                                  "\"ranks\":%d,\"parameters\":%lld,\"vocab_size\":%lld,\"flops_per_token\":%.0f,"
+                                  "\"peak_flops\":%.6g}}",
+                                  (unsigned long long)tokens, json_quote(version).c_str(), json_quote(device).c_str(),
+                                  ranks, (long long)parameters, (long long)vocab_size, flops, peak));
     }
 
     void log_sample(int64_t step, const std::string& text) {
-        log->line(log->json, format_text("{\"step\":%lld,\"time\":%.3f,\"sample\":%s}", (long long)step, unix_time(),
-                                         json_quote(text).c_str()));
+        log->line(log->json, log_stamp(step) + ",\"sample\":" + json_quote(text) + "}");
     }
 
     void start(int64_t step) {
@@ -491,8 +495,7 @@ struct RunReport {
         const std::string of = decides ? "" : "/" + set;
         std::string line = format_text("step %04lld | val loss %.4f", (long long)step, r.loss);
         if (!set.empty()) line += " (" + set + ")";
-        std::string fields = format_text("{\"step\":%lld,\"time\":%.3f,\"tokens\":%llu", (long long)step, unix_time(),
-                                         (unsigned long long)tokens);
+        std::string fields = log_stamp(step) + format_text(",\"tokens\":%llu", (unsigned long long)tokens);
         const auto add = [&](const char* name, const std::string& value) {
             fields += ",\"" + (name + of) + "\":" + value;
         };
@@ -516,8 +519,8 @@ struct RunReport {
         if (!log) return;
         std::printf("step %04lld | %s\n", (long long)step, choices_text(r).c_str());
         log->line(log->text, format_text("s:%lld eval:%.6f", (long long)step, r.accuracy_per_token()));
-        log->line(log->json, format_text("{\"step\":%lld,\"time\":%.3f,\"hellaswag\":%.6f,\"hellaswag_plain\":%.6f}",
-                                         (long long)step, unix_time(), r.accuracy_per_token(), r.accuracy()));
+        log->line(log->json, log_stamp(step) + format_text(",\"hellaswag\":%.6f,\"hellaswag_plain\":%.6f}",
+                                                           r.accuracy_per_token(), r.accuracy()));
     }
 
     double median_speed() {
@@ -612,9 +615,9 @@ struct RunReport {
 
   private:
     std::string step_json(const StepResult& s, double seconds, double peak_gpu_mib) const {
-        std::string text =
-            format_text("{\"step\":%lld,\"time\":%.3f,\"loss\":%s,\"lr\":%.6e,\"grad_norm\":%s", (long long)s.step,
-                        unix_time(), json_number("%.6f", s.loss).c_str(), s.lr, json_number("%.6f", s.norm).c_str());
+        std::string text = log_stamp(s.step) + format_text(",\"loss\":%s,\"lr\":%.6e,\"grad_norm\":%s",
+                                                           json_number("%.6f", s.loss).c_str(), s.lr,
+                                                           json_number("%.6f", s.norm).c_str());
         text += format_text(",\"loss_z\":%s,\"norm_z\":%s,\"skipped\":%s", json_number("%.3f", s.loss_z).c_str(),
                             json_number("%.3f", s.norm_z).c_str(), s.is_bad() ? "true" : "false");
         text +=

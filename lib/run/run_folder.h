@@ -143,7 +143,7 @@ inline void remove_halt_file(const std::string& out) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Its logs.
 
-// Calls use(name, number) for every number of a line of log.jsonl but its step and time; null stands for what is not
+// Calls use(name, number) for every number of a line of log.jsonl but its step, time and clock; null stands for what is not
 // finite. The numbers of layer 3 are named like gate_cmp/layer_3.
 template <class Use>
 void for_each_number(const Json& line, Use use) {
@@ -153,7 +153,7 @@ void for_each_number(const Json& line, Use use) {
     };
     for (size_t i = 0; i < line.keys.size(); i++) {
         const std::string& key = line.keys[i];
-        if (key != "layers" && key != "step" && key != "time") number(key, line.items[i]);
+        if (key != "layers" && key != "step" && key != "time" && key != "clock") number(key, line.items[i]);
         for (size_t layer = 0; key == "layers" && layer < line.items[i].items.size(); layer++) {
             const Json& of_layer = line.items[i].items[layer];
             const std::string end = "/layer_" + std::to_string(layer);

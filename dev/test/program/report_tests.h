@@ -135,6 +135,28 @@ TEST(report_reads_a_run_that_was_resumed) {
     CHECK(holds(report_page({choices}, 5000), "GPT-2 124M 0.2945"));
 }
 
+// A clock that somebody sets is no time at work: each line has the count of another one, and in a log of before that
+// had it, more than a day between two lines is no work.
+TEST(report_counts_no_leap_of_the_clock) {
+    using namespace report_log;
+    const TempFolder folder;
+    const auto with_clock = [](std::string line, double clock) {
+        return line.insert(line.find(",\"tokens\""), format_text(",\"clock\":%.3f", clock));
+    };
+    const double leap = 9600 * 3600;
+    const std::string leaps = with_clock(start(0, 1000), 50) + with_clock(validation(0, 1001, "5"), 51) +
+                              with_clock(validation(1, 1002 + leap, "4"), 52.5) +
+                              with_clock(validation(2, 900, "4"), 54) + with_clock(start(2, 5000), 7) +
+                              with_clock(validation(3, 5001 + 3000, "3"), 8);
+    const RunHistory run = history(folder, "leaps", leaps);
+    CHECK_NEAR(run.hours * 3600, 5, 1e-9);
+    CHECK(run.numbers.count("clock") == 0);
+    const RunHistory old = history(folder, "old",
+                                   start(0, 1000) + training(1, 1001, "5", 1) + training(2, 1002 + leap, "4", 1) +
+                                       training(3, 1003 + leap, "3", 1));
+    CHECK_NEAR(old.hours * 3600, 3, 1e-9);
+}
+
 // Whatever is there counts, and what cannot be read is said.
 TEST(report_reads_logs_that_end_anywhere) {
     using namespace report_log;
