@@ -57,7 +57,7 @@ struct ChartLine {
 };
 
 struct Chart {
-    std::string caption;  // HTML
+    std::string caption;
     std::vector<ChartLine> lines;
     std::vector<std::pair<double, std::string>> levels;   // y, what is there
     std::vector<std::pair<double, std::string>> resumes;  // x, whose
@@ -191,8 +191,8 @@ inline std::string draw_chart(const Chart& c) {
     std::string svg = format_text(
         "<figure><figcaption>%s</figcaption>\n<svg viewBox=\"0 0 %g %g\" data-axes=\"%g %g %g %g %.9g %.9g %.9g %d\">"
         "<clipPath id=\"c%d\"><rect x=\"%g\" y=\"%g\" width=\"%g\" height=\"%g\"/></clipPath>\n",
-        c.caption.c_str(), c.width, c.height, left, right, top, bottom, X.high, Y.low, Y.high, Y.by_factors, id,
-        left - 3, top - 3, right - left + 6, bottom - top + 6);
+        html_text(c.caption).c_str(), c.width, c.height, left, right, top, bottom, X.high, Y.low, Y.high, Y.by_factors,
+        id, left - 3, top - 3, right - left + 6, bottom - top + 6);
     for (const double y : Y.ticks(c.height > 250 ? 6 : 4)) {
         svg += svg_line("grid", left, y_at(y), right, y_at(y), "");
         svg += svg_text(left - 6, y_at(y) + 4, "end", scaled_text(y, Y.high, "%.10g"));

@@ -265,10 +265,11 @@ body{margin:0 auto;max-width:1320px;padding:14px 28px 40px;background:var(--back
 font:14px/1.45 system-ui,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif}
 h1{font-size:20px;margin:4px 0 0}h2{font-size:15px;margin:26px 0 8px}p{margin:2px 0;color:var(--soft)}
 b{font-weight:600}table{border-collapse:collapse;font-variant-numeric:tabular-nums}
-.facts{margin:12px 0 14px;width:100%}th{font-weight:400;color:var(--soft);font-size:12px;
+.facts{margin:12px 0 14px;width:100%;overflow-x:auto}th{font-weight:400;color:var(--soft);font-size:12px;
 text-align:left;padding:0 18px 2px 0}
-.facts td{padding:2px 18px 2px 0;white-space:nowrap;vertical-align:top}.facts.one td{font-size:16px}
-.facts.one td:first-child,.facts.many td:nth-child(2){white-space:normal}
+.facts td{padding:2px 18px 2px 0;white-space:nowrap;vertical-align:top}.facts td:nth-child(2){white-space:normal}
+.tiles{display:flex;flex-wrap:wrap;gap:8px 28px}.tiles div{font-size:16px}
+.tiles small{display:block;color:var(--soft);font-size:12px}
 .many td{border-top:1px solid var(--grid)}.key{display:inline-block;width:14px;height:4px;border-radius:2px;
 margin-right:8px;vertical-align:middle}
 .pair+.pair{margin-top:14px}
@@ -289,7 +290,7 @@ border:1px solid var(--soft);border-radius:4px;padding:2px 8px;font-size:12px;wh
 )css";
 }
 
-// Names the point of a line that is nearest to the mouse.
+// Names the point of a line that is nearest to the mouse. The page allows no script but this one, by its hash.
 inline const char* page_script() {
     return R"js(
 const tip=document.getElementById("tip");
@@ -318,14 +319,22 @@ document.querySelectorAll("svg").forEach(svg=>{
 )js";
 }
 
+constexpr const char* PAGE_SCRIPT_HASH = "sha256-oHkOpaQTvwpxoqI736oKj3QrB59NEM7eeiy7tBc/Pp8=";
+
 inline std::string page_head(const std::vector<RunHistory>& runs, double now) {
     const RunHistory& first = runs[0];
+    const bool is_done = std::all_of(runs.begin(), runs.end(), [&](const RunHistory& run) {
+        return state_of(run, now).compare(0, 8, "finished") == 0;
+    });
     const std::string title = runs.size() == 1 ? first.folder : format_text("%zu runs", runs.size());
-    std::string html = std::string(PAGE_BEGINNING) +
-                       "report -->\n<html lang=\"en\"><head><meta charset=\"utf-8\">\n<meta name=\"viewport\" "
-                       "content=\"width=device-width\"><title>" +
-                       html_text(title) + "</title><style>" + page_style() + "</style></head><body>\n<h1>" +
-                       html_text(title) + "</h1>\n<p>";
+    std::string html =
+        std::string(PAGE_BEGINNING) +
+        "report -->\n<html lang=\"en\"><head><meta charset=\"utf-8\">\n<meta name=\"viewport\" "
+        "content=\"width=device-width\">\n<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; "
+        "style-src 'unsafe-inline'; script-src '" +
+        PAGE_SCRIPT_HASH + "'\">" + (is_done ? "" : "\n<meta http-equiv=\"refresh\" content=\"30\">") + "\n<title>" +
+        html_text(title) + "</title><style>" + page_style() + "</style></head><body>\n<h1>" + html_text(title) +
+        "</h1>\n<p>";
     if (runs.size() == 1 && !first.options.empty())
         html += html_text(format_text("%s preset, %s attention, %s vocabulary, sequences of %s, %s tokens a step. ",
                                       first.option("model").c_str(), first.option("attention").c_str(),
@@ -335,16 +344,20 @@ inline std::string page_head(const std::vector<RunHistory>& runs, double now) {
 }
 
 inline std::string page_numbers(const std::vector<RunHistory>& runs, const std::vector<ReportRow>& rows) {
-    std::string html = runs.size() == 1 ? "<table class=\"facts one\"><tr>" : "<table class=\"facts many\"><tr>";
-    const size_t first = runs.size() == 1;  // the heading names a single run
-    for (size_t i = first; i < rows.size(); i++) html += "<th>" + html_text(rows[i].first) + "</th>";
+    std::string html;
+    if (runs.size() == 1) {
+        for (size_t i = 1; i < rows.size(); i++)  // the heading names the run
+            html += "<div><small>" + html_text(rows[i].first) + "</small>" + html_text(rows[i].second[0]) + "</div>\n";
+        return "<div class=\"facts tiles\">" + html + "</div>\n";
+    }
+    for (const ReportRow& row : rows) html += "<th>" + html_text(row.first) + "</th>";
     for (size_t r = 0; r < runs.size(); r++) {
         html += "</tr>\n<tr>";
-        for (size_t i = first; i < rows.size(); i++)
+        for (size_t i = 0; i < rows.size(); i++)
             html += "<td>" + (i ? "" : "<span class=\"key\" style=\"background:" + run_color(r) + "\"></span>") +
                     html_text(rows[i].second[r]) + "</td>";
     }
-    return html + "</tr></table>\n";
+    return "<div class=\"facts\"><table class=\"many\"><tr>" + html + "</tr></table></div>\n";
 }
 
 inline std::string page_samples(const std::vector<RunHistory>& runs) {
