@@ -516,7 +516,8 @@ class TokenSpool {
 };
 
 // What goes to validation: of these documents, in the order in which they are taken, as many as come nearest to this
-// share of the tokens. Where that is less than half of it (few long documents), the end of the next one is cut off too.
+// share of the tokens; of several at least one. Where that is less than half of it (few long documents), the end of the
+// next one is cut off too.
 inline std::vector<TokenRange> validation_ranges(uint64_t tokens, const std::vector<uint64_t>& documents,
                                                  const std::vector<size_t>& order, double fraction) {
     std::vector<TokenRange> ranges;
@@ -524,6 +525,7 @@ inline std::vector<TokenRange> validation_ranges(uint64_t tokens, const std::vec
     for (const size_t i : order) {
         const uint64_t begin = documents[i], end = i + 1 < documents.size() ? documents[i + 1] : tokens;
         const uint64_t size = end - begin;
+        if (fraction > 0 && missing == 0 && order.size() > 1) missing = size;
         const bool leaves_nothing = taken + size == tokens && size > missing;
         if (leaves_nothing || (size > missing && size - missing >= missing)) {
             if (taken < missing) ranges.push_back({end - missing, end, true});
@@ -655,7 +657,7 @@ inline void print_tokenized(const TokenizeOptions& options, const TextInputs& in
         if (n == 0) std::printf("tokenize: %s: no tokens, no shard\n", name);
         else
             std::printf("tokenize: %s: %lld tokens in %s %s_%s_%06d.bin%s\n", name, (long long)n,
-                        counted(files, "shard").c_str(), options.out.c_str(), name, shards == &train,
+                        counted(files, "shard").c_str(), printable(options.out).c_str(), name, shards == &train,
                         files == 1 ? "" : " ...");
     }
     std::printf("tokenize: train %llu + val %llu = %llu tokens\n", (unsigned long long)train.tokens(),
@@ -687,6 +689,7 @@ void tokenize_files(const TokenizeOptions& options) {
     spool.deal(ranges, tokenizer.end_of_text, train, val);
 
     if (!options.report) return;
-    std::printf("tokenize: %s; %s\n", counted(options.threads, "thread").c_str(), tokenizer.describe().c_str());
+    std::printf("tokenize: %s; %s\n", counted(options.threads, "thread").c_str(),
+                printable(tokenizer.describe()).c_str());
     print_tokenized(options, inputs, counts, documents, ranges, train, val);
 }

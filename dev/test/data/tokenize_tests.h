@@ -15,6 +15,7 @@ struct TokenizeFixture {
         options.tokenizer = "bytes";  // gpt2 at its real size needs the published vocabulary
         options.out = folder.file("shards/x");
         options.threads = 2;
+        options.val_documents = "last";
         options.report = false;
     }
     std::string input(const std::string& name, const std::string& text) {
@@ -348,6 +349,8 @@ TEST(validation_takes_the_nearest_number_of_documents) {
     CHECK_EQUAL(taken(documents, 0.5), std::string(" 50-60 60-90 90-100"));
     CHECK_EQUAL(taken(documents, 0.6), std::string(" 50-60 60-90 90-100"));
     CHECK_EQUAL(taken(documents, 0.99), std::string(" 10-50 50-60 60-90 90-100"));  // something is left for training
+    CHECK_EQUAL(taken(documents, 0.001), std::string(" 90-100"));
+    CHECK_EQUAL(taken({0}, 0.001), std::string());
     CHECK_EQUAL(taken({0, 50}, 0.24), std::string(" cut 76-100"));
     CHECK_EQUAL(taken({0, 50}, 0.3), std::string(" 50-100"));
     for (const double fraction : {0.01, 0.5, 0.99})
@@ -370,7 +373,7 @@ TEST(validation_is_drawn_whatever_the_files) {
         all += files[i], backwards = files[i] + backwards;
     }
     write_file(f.folder.file("all.jsonl"), all), write_file(f.folder.file("backwards.jsonl"), backwards);
-    f.options.val_fraction = 0.2;
+    f.options.val_fraction = 0.2, f.options.val_documents = "drawn";
     const auto drawn = [&](const std::vector<std::string>& in) {
         f.options.in = in;
         tokenize_files(f.options);
