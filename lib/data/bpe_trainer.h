@@ -262,6 +262,7 @@ void train_vocabulary(TokenizeOptions options) {
         bpe.merged.size(), progress.seconds(), (long long)bpe.last_count,
         double(read.text_bytes) / double(bpe.text_tokens));
     std::printf("vocabulary: 256 bytes + %zu merges + end-of-text = %zu tokens in %s/vocab.bpe and encoder.json\n",
-                bpe.merged.size(), size, options.out.c_str());
-    std::printf("next: give --tokenizer gpt2 --vocab-dir %s to tokenize and to the training\n", options.out.c_str());
+                bpe.merged.size(), size, printable(options.out).c_str());
+    std::printf("next: give --tokenizer gpt2 --vocab-dir %s to tokenize and to the training\n",
+                printable(options.out).c_str());
 }

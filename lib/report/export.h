@@ -154,8 +154,10 @@ void export_checkpoint(Config c) {
         for (const std::string& name : folder_entries(to)) remove_tree(to + "/" + name);
         throw;
     }
-    std::printf("export: %s, %lld parameters, to %s\n", model.folder.c_str(), (long long)table.parameters, to.c_str());
-    std::printf("load it with: AutoModelForCausalLM.from_pretrained(\"%s\", trust_remote_code=True)\n", to.c_str());
+    std::printf("export: %s, %lld parameters, to %s\n", printable(model.folder).c_str(), (long long)table.parameters,
+                printable(to).c_str());
+    std::printf("load it with: AutoModelForCausalLM.from_pretrained(\"%s\", trust_remote_code=True)\n",
+                printable(to).c_str());
 }
 
 // The config.json of an export, or of what transformers saved again, in c.
@@ -195,6 +197,8 @@ void import_checkpoint(Config c) {
         abandon_checkpoint(to, 0, complain);
         throw;
     }
-    std::printf("import: %s, %lld parameters, to %s\n", from.c_str(), (long long)table.parameters, to.c_str());
-    std::printf("begin a run with these weights: %s --init-from %s\n", program_name.c_str(), to.c_str());
+    std::printf("import: %s, %lld parameters, to %s\n", printable(from).c_str(), (long long)table.parameters,
+                printable(to).c_str());
+    std::printf("begin a run with these weights: %s --init-from %s\n", shell_word(program_name).c_str(),
+                shell_word(to).c_str());
 }

@@ -141,18 +141,18 @@ class Inspection {
 
     void write(const std::string& html_path, const std::string& json_path) {
         json += "]}\n";
-        // In HTML this would end the script; in JSON it is the same.
-        for (size_t at = 0; (at = json.find("</", at)) != std::string::npos; at += 3) json.insert(at + 1, "\\");
+        // In HTML this could end the script, or hide its end; in JSON it is the same.
+        for (size_t at = 0; (at = json.find('<', at)) != std::string::npos;) json.replace(at, 1, "\\u003c");
         if (!json_path.empty()) {
             write_output_file("json", json_path, json, INSPECTED_BEGINNING);
-            std::printf("inspect: %s\n", json_path.c_str());
+            std::printf("inspect: %s\n", printable(json_path).c_str());
         }
         if (html_path.empty()) return;
         std::string page(file_inspect_page, file_inspect_page_end);
         const std::string place = "@JSON@";
         page.replace(page.find(place), place.size(), json);
         write_output_file("html", html_path, page, PAGE_BEGINNING);
-        std::printf("inspect: %s\n", html_path.c_str());
+        std::printf("inspect: %s\n", printable(html_path).c_str());
     }
 
   private:
@@ -166,7 +166,7 @@ class Inspection {
         tokens.insert(tokens.end(), text.begin(), text.begin() + std::ptrdiff_t(shown));
         if (shown < text.size())
             std::printf("inspect: the first %zu of the %zu tokens in %s; a page shows no more: cut the text\n", shown,
-                        text.size(), file.c_str());
+                        text.size(), printable(file).c_str());
     }
 
     template <class List, class Text>

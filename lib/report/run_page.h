@@ -487,9 +487,11 @@ inline std::string report_text(const std::vector<RunHistory>& runs, double now, 
     const bool one = runs.size() == 1;
     std::string text = one ? "loss: o validation, . training\n" : "loss:";
     for (size_t r = 0; !one && r < runs.size(); r++)
-        text += format_text(" %c %s", run_letter(r), runs[r].folder.c_str());
+        text += format_text(" %c %s", run_letter(r), printable(runs[r].folder).c_str());
     text += (one ? "" : "\n") + text_chart(c, runs.size(), width) + "\n";
-    const std::vector<ReportRow> rows = report_rows(runs, now);
+    std::vector<ReportRow> rows = report_rows(runs, now);
+    for (auto& [name, values] : rows)
+        for (std::string& value : values) value = printable(value);
     std::vector<size_t> widths(runs.size());
     for (const auto& [name, values] : rows)
         for (size_t r = 0; r < runs.size(); r++) widths[r] = std::max(widths[r], values[r].size());

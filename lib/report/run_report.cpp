@@ -15,5 +15,5 @@ void report_runs(const std::vector<std::string>& folders, const std::string& htm
     if (runs.empty()) fail("report: none of the folders of --from holds a log.jsonl: give the folder of a run");
     if (html.empty()) return void(std::fputs(report_text(runs, unix_time(), terminal_width()).c_str(), stdout));
     write_output_file("html", html, report_page(runs, unix_time()), PAGE_BEGINNING);
-    std::printf("report: %s\n", html.c_str());
+    std::printf("report: %s\n", printable(html).c_str());
 }

@@ -106,7 +106,7 @@ inline void print_version(const EngineInfo& engine, const std::string& mpi, cons
 __attribute__((format(printf, 2, 3))) inline void print_check(bool good, const char* format, ...) {
     va_list args;
     va_start(args, format);
-    std::printf("%s %s\n", tick(good), format_list(format, args).c_str());
+    std::printf("%s %s\n", tick(good), printable(format_list(format, args)).c_str());
     va_end(args);
 }
 

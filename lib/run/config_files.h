@@ -195,18 +195,18 @@ std::unique_ptr<SafeTensors> open_initial_weights(const TrainConfig& c, const Sp
     const std::string folder = checkpoint_of(c.init_from, "--init-from");
     require_same_model(c, folder, "begin");
     auto weights = open_weights(folder, specs);
-    if (says) std::printf("weights: those of %s; moments, data and schedule begin anew\n", folder.c_str());
+    if (says) std::printf("weights: those of %s; moments, data and schedule begin anew\n", printable(folder).c_str());
     return weights;
 }
 
-// All options of a run, as they are.
+// All options of a run, as they are: paths to the byte.
 static std::string options_json(const Config& c) {
     std::string text = "{\"program\": \"train_nsa\"";
     for (const Option& o : OPTIONS) {
         const std::string name = o.name;
         if (!(o.verbs & TRAIN) || name == "help" || name == "version" || name == "resume") continue;
         text += ",\n \"" + underscored(name) +
-                "\": " + (o.integer || o.real ? value_text(c, o) : json_quote(value_text(c, o), true));
+                "\": " + (o.integer || o.real ? value_text(c, o) : json_quote(value_text(c, o), name != "prompt"));
     }
     return text + "}\n";
 }
@@ -368,8 +368,8 @@ static void read_options_file(Config& c, std::set<std::string>& given, bool prin
         count++;
     }
     if (prints)
-        std::printf("config: %s from %s%s\n", counted(int64_t(count), "option").c_str(), path.c_str(),
-                    overridden.c_str());
+        std::printf("config: %s from %s%s\n", counted(int64_t(count), "option").c_str(), printable(path).c_str(),
+                    printable(overridden).c_str());
 }
 
 // One line for each option that differs from the run that wrote the checkpoint, as far as a resume allows it. then: its
@@ -383,10 +383,10 @@ static Config print_changed_options(const Config& c, const Json& then) {
         const bool same = o.real ? old->number_value == c.*o.real : was == now;
         if (same) continue;
         const auto reason = c.given_up.find(o.name);
-        std::printf("resume: --%s is %s, was %s%s\n", o.name, is_automatic(o, now) ? "auto" : now.c_str(),
+        std::printf("resume: --%s is %s, was %s%s\n", o.name, is_automatic(o, now) ? "auto" : printable(now).c_str(),
                     is_automatic(o, was) ? "auto"
                     : o.real             ? format_text("%.15g", old->number_value).c_str()
-                                         : was.c_str(),
+                                         : printable(was).c_str(),
                     reason == c.given_up.end() ? "" : (": " + reason->second).c_str());
         if (!is_automatic(o, was)) set_option(before, o, was);
     }
@@ -396,10 +396,11 @@ static Config print_changed_options(const Config& c, const Json& then) {
 // What a resumed run says about itself. checkpoint "": there was none.
 static void print_resume(const Config& c, const std::string& checkpoint, int64_t step) {
     if (checkpoint.empty()) {
-        if (c.resume) std::printf("resume: nothing to resume under %s, this run starts at step 0\n", c.out.c_str());
+        if (c.resume)
+            std::printf("resume: nothing to resume under %s, this run starts at step 0\n", printable(c.out).c_str());
         return;
     }
-    std::printf("resume: %s, step %lld\n", checkpoint.c_str(), (long long)step);
+    std::printf("resume: %s, step %lld\n", printable(checkpoint).c_str(), (long long)step);
     const Manifest manifest = read_manifest(checkpoint);
     const Config before = print_changed_options(c, manifest.state.get("options", manifest.path));
     const double is = learning_rate(c, step + 1), was = learning_rate(before, step + 1);

@@ -31,7 +31,7 @@ inline std::string facts_json(const Facts& facts) {
 
 inline std::string words_json(const std::vector<std::string>& words) {
     std::string text;
-    for (const std::string& word : words) text += (text.empty() ? "[" : ", ") + json_quote(word, true);
+    for (const std::string& word : words) text += (text.empty() ? "[" : ", ") + json_quote(word);
     return text.empty() ? "[]" : text + "]";
 }
 
@@ -120,7 +120,7 @@ std::string environment_json(const World& world, const std::string& engine, cons
         {"launcher", json_quote(world.launcher)},
         {"hosts", facts_json(hosts)},
         {"variables", facts_json(variables())},
-        {"folder", json_quote(std::filesystem::current_path(error).string(), true)},
+        {"folder", json_quote(std::filesystem::current_path(error).string())},
         {"command", words_json(command_words())}};
     return facts_json(facts);
 }

@@ -14,6 +14,7 @@
 #include "../base/files.h"
 #include "../base/system.h"
 #include "../base/util.h"
+#include "../base/util.h"
 
 class Heartbeat {
     std::string path;
@@ -24,7 +25,7 @@ class Heartbeat {
     void warn() {
         if (!warned)  // not by complain(), which would wait for whoever holds stdout
             std::fprintf(stderr, "train_nsa: warning: cannot write the heartbeat file %s: %s; training goes on\n",
-                         path.c_str(), std::strerror(errno));
+                         printable(path).c_str(), std::strerror(errno));
         warned = true;
     }
     // In one piece where the disk takes it so, and then lines of two threads do not mix.

@@ -82,7 +82,7 @@ struct TokenPrinter {
 
   private:
     void write(const std::string& text) {
-        const std::string now = before + text;
+        const std::string now = for_this_terminal(before) + text;
         before.clear();
         std::fwrite(now.data(), 1, now.size(), stdout);
         std::fflush(stdout);

@@ -127,7 +127,7 @@ inline void prepare_run_folder(const std::string& out, bool resuming, const std:
         fail("--out %s holds %s, which no run of this program has written: choose another folder", out.c_str(),
              earlier[0].c_str());
     const std::string note = !earlier.empty() ? move_run_aside(out, earlier) : resuming ? ", resumed" : "";
-    std::printf("out:    %s%s\n", out.c_str(), note.c_str());
+    std::printf("out:    %s%s\n", printable(out).c_str(), printable(note).c_str());
     clean_leftovers(out, complain);
     if (options.empty()) return;
     const std::string path = out + "/run.json", before = file_exists(path) ? read_file(path) : "";
@@ -143,8 +143,8 @@ inline void remove_halt_file(const std::string& out) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Its logs.
 
-// Calls use(name, number) for every number of a line of log.jsonl but its step, time and clock; null stands for what is not
-// finite. The numbers of layer 3 are named like gate_cmp/layer_3.
+// Calls use(name, number) for every number of a line of log.jsonl but its step, time and clock; null stands for what is
+// not finite. The numbers of layer 3 are named like gate_cmp/layer_3.
 template <class Use>
 void for_each_number(const Json& line, Use use) {
     const auto number = [&](const std::string& name, const Json& x) {

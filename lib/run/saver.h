@@ -139,7 +139,7 @@ class CheckpointSaver {
         commit_checkpoint(run, step, records, options.state());
         if (remove_old) remove_old_checkpoints(run, options.keep, options.keep_every, complain);
         last_saved = checkpoint_folder(run, step);
-        std::printf("saved %s\n", last_saved.c_str());
+        std::printf("saved %s\n", printable(last_saved).c_str());
     }
 };
 

@@ -261,5 +261,5 @@ inline void write_state_dump(const std::string& path, StateDump d, const std::st
                                  selections[i].size()});
     write_safetensors(path, {{"config", config}, {"options", command}, {"precision", d.precision}}, d.tensors);
     std::printf("state:  loss %.6f, written to %s; compare it with: python3 dev/reference.py compare %s\n",
-                double(d.loss), path.c_str(), path.c_str());
+                double(d.loss), printable(path).c_str(), printable(path).c_str());
 }

@@ -71,8 +71,8 @@ struct TrainingData {
     std::string describe_val() const {
         std::string text;
         for (const auto& set : val)
-            text +=
-                (text.empty() ? "" : "\n        ") + set.name + (set.name.empty() ? "" : ": ") + set.loader->describe();
+            text += (text.empty() ? "" : "\n        ") + set.name + (set.name.empty() ? "" : ": ") +
+                    printable(set.loader->describe());
         return text;
     }
 };
@@ -140,7 +140,7 @@ void resume_data(Loader& loader, const TrainConfig& c, const TrainState& state, 
         std::printf("resume: new data: %s; all of it in a new order from now on, after %llu samples of the old one\n",
                     state.shards.empty() ? "the checkpoint names no shards of its own"
                     : changes.empty()    ? "the same files with other contents, weights or --align"
-                                         : changes.c_str(),
+                                         : printable(changes).c_str(),
                     (unsigned long long)saved.next_sample);
 }
 
@@ -182,7 +182,6 @@ EvaluationData<Loader> open_evaluation_data(const Config& c, const std::string& 
         fail_usage(
             "eval: --val-data is missing: a glob of validation shards, in quotes, or synthetic; or --text FILE..., or "
             "--hellaswag FILE");
-    if (!c.json.empty() && c.hellaswag.empty()) fail_usage("--json %s needs --hellaswag", c.json.c_str());
     require_output_file("json", c.json);
     require_no_bytes(c);
     EvaluationData<Loader> data;

@@ -91,6 +91,55 @@ inline std::vector<std::pair<double, double>> drawn_points(const std::string& pa
     return points;
 }
 
+// FIPS 180-4, as base64: what a Content-Security-Policy calls sha256-.
+inline std::string sha256_base64(std::string text) {
+    const auto root_bits = [](int n, double power) {  // of the fraction of the n-th prime's root
+        int prime = 2;
+        for (int found = 0;; prime++) {
+            bool is_prime = true;
+            for (int d = 2; d * d <= prime; d++) is_prime = is_prime && prime % d;
+            if (is_prime && found++ == n) break;
+        }
+        const long double root = std::pow((long double)prime, (long double)(power == 2 ? 0.5L : 1 / 3.0L));
+        return uint32_t((root - std::floor(root)) * 4294967296.0L);
+    };
+    const auto turn = [](uint32_t x, int n) { return x >> n | x << (32 - n); };
+    uint32_t h[8], k[64];
+    for (int i = 0; i < 8; i++) h[i] = root_bits(i, 2);
+    for (int i = 0; i < 64; i++) k[i] = root_bits(i, 3);
+    const uint64_t bits = text.size() * 8;
+    text += '\x80';
+    while (text.size() % 64 != 56) text += '\0';
+    for (int i = 56; i >= 0; i -= 8) text += char(bits >> i);
+    for (size_t at = 0; at < text.size(); at += 64) {
+        uint32_t w[64], s[8];
+        for (size_t i = 0; i < 16; i++)
+            for (size_t b = 0; b < 4; b++) w[i] = w[i] << 8 | uint8_t(text[at + 4 * i + b]);
+        for (int i = 16; i < 64; i++)
+            w[i] = w[i - 16] + w[i - 7] + (turn(w[i - 15], 7) ^ turn(w[i - 15], 18) ^ w[i - 15] >> 3) +
+                   (turn(w[i - 2], 17) ^ turn(w[i - 2], 19) ^ w[i - 2] >> 10);
+        std::copy(h, h + 8, s);
+        for (int i = 0; i < 64; i++) {
+            const uint32_t a = s[7] + (turn(s[4], 6) ^ turn(s[4], 11) ^ turn(s[4], 25)) +
+                               ((s[4] & s[5]) ^ (~s[4] & s[6])) + k[i] + w[i],
+                           b = (turn(s[0], 2) ^ turn(s[0], 13) ^ turn(s[0], 22)) +
+                               ((s[0] & s[1]) ^ (s[0] & s[2]) ^ (s[1] & s[2]));
+            std::copy_backward(s, s + 7, s + 8);
+            s[4] += a, s[0] = a + b;
+        }
+        for (int i = 0; i < 8; i++) h[i] += s[i];
+    }
+    const char digits[] = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+    std::string out;
+    for (int i = 0; i < 43; i++) {  // 256 bits in sixes
+        uint32_t six = 0;
+        for (int bit = 6 * i; bit < 6 * i + 6; bit++)
+            six = six << 1 | (bit < 256 ? h[bit / 32] >> (31 - bit % 32) & 1 : 0);
+        out += digits[six];
+    }
+    return out + "=";
+}
+
 }  // namespace report_log
 
 TEST(report_reads_a_run_that_was_resumed) {
@@ -157,6 +206,47 @@ TEST(report_counts_no_leap_of_the_clock) {
     CHECK_NEAR(old.hours * 3600, 3, 1e-9);
 }
 
+// A page runs its own script alone, whatever stands in the log and the options of a run folder that somebody sent.
+TEST(report_page_runs_no_script_of_the_log) {
+    using namespace report_log;
+    const TempFolder folder;
+    CHECK_EQUAL(sha256_base64("abc"), std::string("ungWv48Bz+pBQUDeXa4iI7ADYaOWF3qctBD/YfIAFa0="));
+    const std::string evil = "<img src=x onerror=alert(1)>",
+                      quoted = json_quote("'\"><script>alert(2)</script>" + evil);
+    const std::string name = quoted.substr(1, quoted.size() - 2);
+    const auto line = [&](const std::string& fields) {
+        return "{\"step\":4,\"time\":4612,\"tokens\":400" + fields + "}\n";
+    };
+    const std::string log =
+        resumed_run() + line(",\"val_loss/" + name + "\":2.5") + line(",\"val_set\":" + quoted) +
+        line(",\"recall_loss/" + name + "\":2.5") + line(",\"val_loss/good.name-1\":2.25") +
+        line(",\"val_set\":\"good\"") + line(",\"" + name + "\":1") + sample(4, 4613, evil) +
+        start(4, 4614, (",\"" + name + "\":" + quoted).c_str()) +
+        line(",\"start\":{\"version\":" + quoted + ",\"device\":" + quoted + ",\"ranks\":" + quoted + "}");
+    std::vector<RunHistory> runs = {history(
+        folder, "run", log, "{\"program\": \"train_nsa\", \"model\": " + quoted + ", " + quoted + ": " + quoted + "}")};
+    CHECK_EQUAL(runs[0].unreadable, size_t(4));
+    CHECK_EQUAL(runs[0].val_set, std::string("good"));
+    CHECK(runs[0].other_sets() == std::vector<std::string>{"good.name-1"});
+    runs[0].numbers["val_loss/" + evil] = runs[0].of("val_loss");  // as if it had come through
+    for (size_t n : {1, 2}) {
+        runs.resize(n, runs[0]);
+        runs.back().folder = evil;
+        const std::string page = report_page(runs, 5000);
+        CHECK_EQUAL(unbalanced_tag(page), std::string());
+        CHECK(!holds(page, "<img") && holds(page, "&lt;img src=x"));
+        const size_t script = page.find("<script>") + 8, end = page.find("</script>");
+        CHECK(page.find("<script", script) == std::string::npos &&
+              page.find("</script>", end + 1) == std::string::npos);
+        CHECK(holds(page, "default-src 'none'") && !holds(page, "script-src 'unsafe-inline'"));
+        CHECK(holds(page, "script-src 'sha256-" + sha256_base64(page.substr(script, end - script)) + "'"));
+        CHECK(!holds(report_text(runs, 5000, 80), "\x1b"));
+    }
+    const std::string inspected(file_inspect_page, file_inspect_page_end);
+    const size_t script = inspected.find("<script>") + 8, end = inspected.find("</script>", script);
+    CHECK(holds(inspected, "script-src 'sha256-" + sha256_base64(inspected.substr(script, end - script)) + "'"));
+}
+
 // Whatever is there counts, and what cannot be read is said.
 TEST(report_reads_logs_that_end_anywhere) {
     using namespace report_log;
@@ -201,6 +291,9 @@ TEST(report_tells_finished_running_and_ended_runs_apart) {
     const RunHistory half = history(folder, "half", start(0, 1000) + training(2, 1010, "5", 1));
     CHECK_EQUAL(state_of(half, 1030), std::string("running, step 2 of 4"));
     CHECK_EQUAL(state_of(half, 1100), std::string("ended early, step 2 of 4"));
+    for (const double now : {1030, 1100}) CHECK(holds(report_page({half}, now), "http-equiv=\"refresh\""));
+    CHECK(holds(report_page({done, half}, 4611), "http-equiv=\"refresh\""));
+    CHECK(!holds(report_page({done}, 4611), "http-equiv=\"refresh\""));
 }
 
 // From pixels of a hundredth back to the numbers that the log has.
@@ -224,7 +317,7 @@ TEST(report_page_shows_the_numbers_of_the_log) {
     CHECK_EQUAL(drawn_points(page, "layer 1").size(), size_t(4));
     CHECK_NEAR(drawn_points(page, "layer 1")[3].second, 0.4, 1e-3);
     // Nothing comes from elsewhere.
-    for (const char* word : {"http", "src=", "href", "@import", "nan", "inf\""}) CHECK(!holds(page, word));
+    for (const char* word : {"http:", "https:", "src=", "href", "@import", "nan", "inf\""}) CHECK(!holds(page, word));
     CHECK_EQUAL(std::regex_replace(page, std::regex("url\\(#c[0-9]+\\)"), "").find("url("), std::string::npos);
 }
 
