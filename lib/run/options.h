@@ -285,8 +285,8 @@ static const Option OPTIONS[] = {
     {"html", REPORT | INSPECT, &CheckpointConfig::html, "", ANY,
      "page to write; without it the report is text on the terminal"},
     {"json", EVAL | INSPECT, &CheckpointConfig::json, "", ANY,
-     "file to write: what the page of inspect shows; of eval --hellaswag a line for each item, with what was chosen "
-     "and the loss of every ending"},
+     "file to write: what the page of inspect shows; of eval a line for each set or text, with its loss, and for each "
+     "item of --hellaswag, with what was chosen and the loss of every ending"},
     {"text", EVAL | INSPECT, &CheckpointConfig::text, "", ANY,
      "files of text as it is, or .jsonl; - for stdin; inspect shows one, eval measures each"},
     {"prompt-file", SAMPLE, &SampleConfig::prompt_file, "", ANY,

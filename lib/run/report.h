@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <functional>
 #include <memory>
+#include <numeric>
 #include <set>
 #include <string>
 #include <vector>
@@ -66,8 +67,8 @@ void print_run_ranks(const TrainConfig& c, const World& world, const std::string
 template <class Data>
 void print_run_data(const TrainConfig& c, const Data& data, const std::set<std::string>& given) {
     std::printf("data:   %s%s: %s; vocabulary %s, %lld tokens\n",
-                c.data == "synthetic" ? "the built-in synthetic corpus" : c.data.c_str(),
-                given.count("data") ? "" : ", because no --data was given", data.train->describe().c_str(),
+                c.data == "synthetic" ? "the built-in synthetic corpus" : printable(c.data).c_str(),
+                given.count("data") ? "" : ", because no --data was given", printable(data.train->describe()).c_str(),
                 c.tokenizer.c_str(), (long long)c.vocab_size);
     if (c.data == "synthetic" && c.tokenizer == "gpt2")
         std::printf(
@@ -99,7 +100,7 @@ void print_run(const TrainConfig& c, const std::set<std::string>& given, const W
     print_run_ranks(c, world, reducer, model.partition);
     std::printf("model:  %s, %lld parameters (%s, width %lld, %s attention), %s\n", c.model.c_str(),
                 (long long)model.table.parameters, counted(c.layers, "layer").c_str(), (long long)c.dim,
-                c.attention.c_str(), weights.c_str());
+                c.attention.c_str(), printable(weights).c_str());
     print_run_data(c, data, given);
     print_run_batch(c, world.size, device.gpu, given);
 }
@@ -322,19 +323,17 @@ inline std::string choices_text(const ChoiceResult& r) {
                        counted(int64_t(r.items), "item").c_str());
 }
 
-// json: file to write, or "".
-inline void print_choices(const std::string& checkpoint, const ChoiceTask& task, const ChoiceResult& r,
-                          const std::string& json) {
-    if (!json.empty()) write_output_file("json", json, choice_items_text(task, r));
-    std::printf("%s on %s: %s\n", checkpoint.c_str(), task.file.c_str(), choices_text(r).c_str());
+inline void print_choices(const std::string& checkpoint, const ChoiceTask& task, const ChoiceResult& r) {
+    std::printf("%s on %s: %s\n", printable(checkpoint).c_str(), printable(task.file).c_str(), choices_text(r).c_str());
 }
 
 // What the verb `eval` says of a set. samples: that it has.
 inline void print_evaluation(const std::string& checkpoint, const std::string& set, const EvalResult& r,
                              const Config& c, int64_t samples) {
-    std::printf("%s on %s%s%llu tokens (%llu of %lld samples of %lld): loss %.4f, perplexity %.3f", checkpoint.c_str(),
-                set.c_str(), set.empty() ? "" : ", ", (unsigned long long)r.tokens, (unsigned long long)r.samples,
-                (long long)samples, (long long)c.seq_len, r.loss, std::exp(r.loss));
+    std::printf("%s on %s%s%llu tokens (%llu of %lld samples of %lld): loss %.4f, perplexity %.3f",
+                printable(checkpoint).c_str(), printable(set).c_str(), set.empty() ? "" : ", ",
+                (unsigned long long)r.tokens, (unsigned long long)r.samples, (long long)samples, (long long)c.seq_len,
+                r.loss, std::exp(r.loss));
     if (r.answers) std::printf(", recall loss %.4f (chance %.4f)", r.answer_loss, std::log(SYNTHETIC_ALPHABET));
     if (r.bytes) std::printf(", bits per byte %.4f\n", r.bits_per_byte());
     else std::printf("; bits per byte are unknown without --vocab-dir\n");
@@ -347,6 +346,27 @@ inline void print_evaluation(const std::string& checkpoint, const std::string& s
                     : last > size_t(c.trained_seq_len) ? "  in part beyond the trained length"
                                                        : "");
     }
+}
+
+// The same as a line of JSON.
+inline std::string evaluation_json(const std::string& checkpoint, const std::string& set, const EvalResult& r,
+                                   int64_t seq_len) {
+    std::string text = "{\"checkpoint\": " + json_quote(checkpoint) + ", \"set\": " + json_quote(set) +
+                       format_text(", \"seq_len\": %lld, \"samples\": %llu, \"tokens\": %llu", (long long)seq_len,
+                                   (unsigned long long)r.samples, (unsigned long long)r.tokens);
+    const auto add = [&](const char* name, double x) {
+        text += format_text(", \"%s\": ", name) + json_number("%.9g", x);
+    };
+    add("loss", r.loss), add("perplexity", std::exp(r.loss));
+    if (r.bytes) add("bits_per_byte", r.bits_per_byte());
+    if (r.answers) add("recall_loss", r.answer_loss);
+    text += ", \"by_tokens_in_sight\": [";
+    for (size_t i = 0; i < POSITION_RANGES && r.range_tokens[i]; i++)
+        text += format_text("%s{\"first\": %zu, \"last\": %zu, \"tokens\": %llu, \"loss\": ", i ? ", " : "",
+                            range_begin(i) + 1, std::min(range_begin(i + 1), size_t(seq_len)),
+                            (unsigned long long)r.range_tokens[i]) +
+                json_number("%.9g", r.range_loss[i]) + "}";
+    return text + "]}\n";
 }
 
 // One layer's gates (3, rows), selection masks (queries, words) and chosen shares of the importance (queries), as JSON:
@@ -421,9 +441,10 @@ struct RunReport {
     double last_printed = 0;                      // when the last line of a step was printed
     double unprinted_seconds = 0;                 // of the steps since then
     int64_t unprinted_steps = 0;
-    double last_val_loss = 0, last_recall = -1;
-    int64_t first_step = 0;  // a resumed run begins here
-    uint64_t tokens = 0;     // that the run was given up to the last reported step
+    double first_val_loss = NAN, last_val_loss = 0, last_recall = -1;
+    double first_loss = NAN;  // of the first step of this start
+    int64_t first_step = 0;   // a resumed run begins here
+    uint64_t tokens = 0;      // that the run was given up to the last reported step
     int ranks = 1;
     double flops_per_token = 0, peak_flops = 0;  // of the model, for training; of one rank's processor, 0: unknown
 
@@ -468,6 +489,7 @@ struct RunReport {
     // first, the last, and those that changed no weight.
     void print_step(const StepResult& s, double seconds, double peak_gpu_mib, bool last) {
         tokens = s.all_tokens;
+        if (std::isnan(first_loss)) first_loss = s.loss;
         log->line(log->text, format_text("s:%lld trl:%.6f lr:%.6e norm:%.4f", (long long)s.step, s.loss, s.lr, s.norm));
         log->line(log->json, step_json(s, seconds, peak_gpu_mib));
         unprinted_seconds += seconds, unprinted_steps++;
@@ -489,6 +511,7 @@ struct RunReport {
     void print_validation(int64_t step, const std::string& set, bool decides, const EvalResult& r) {
         if (decides) {
             last_val_loss = r.loss;
+            if (std::isnan(first_val_loss)) first_val_loss = r.loss;
             last_recall = r.answers ? r.answer_loss : -1;
         }
         if (!log) return;
@@ -570,6 +593,20 @@ struct RunReport {
                 std::min(times.exposed, times.total) * 1e3 / double(times.steps));
     }
 
+    // A run that ends worse than it began, by more than chance: losses of single steps differ, so the last few count
+    // together.
+    void warn_of_rise(const OutlierWindow& losses) const {
+        const bool is_validated = !std::isnan(first_val_loss);
+        const auto few = losses.values.end() - std::min<std::ptrdiff_t>(8, std::ptrdiff_t(losses.values.size()));
+        const double mean = std::accumulate(few, losses.values.end(), 0.0) / double(losses.values.end() - few);
+        const double first = is_validated ? first_val_loss : first_loss, last = is_validated ? last_val_loss : mean;
+        if (last > (is_validated ? 1.02 : 1.1) * first)
+            complain(
+                format_text("the %s loss rose from %.4f to %.4f: the model is worse than where this run began; "
+                            "lower --lr, or look at the data",
+                            is_validated ? "validation" : "training", first, last));
+    }
+
     // The run's last lines, or the error that it ends with although it reached its end.
     template <class Saver>
     void print_end(Stop stop, const TrainState& state, const TrainConfig& c, const Saver& saver,
@@ -583,6 +620,7 @@ struct RunReport {
                 "again%s",
                 save_error.c_str(), last_saved.empty() ? "the start" : last_saved.c_str(),
                 last_saved.empty() ? "" : " with --resume");
+        warn_of_rise(state.losses);
         if (stop != GO_ON)  // such a run is to be resumed, and its exit status says so
             return void(std::printf("stopped by %s after step %lld of %lld; the same command with --resume goes on\n",
                                     stop == HALTED        ? "the halt file"

@@ -69,14 +69,19 @@ void run_eval(Config c, const std::set<std::string>& given, World& world, WithMo
         dev.check_shape(shape_of(c, c.batch, c.seq_len));
         require_memory_to_evaluate(c, Buffers::bytes_needed(dev, c, c.batch, c.seq_len, INFERENCE),
                                    dev.available_bytes(world.device_sharers));
+        std::string json;
         for (const auto& set : data.sets) {
             Buffers a(dev, c, c.batch, c.seq_len, INFERENCE);
             const int64_t wanted = std::min(samples, set.samples());
             const EvalResult r(evaluate(model, a, *set.loader, wanted, world, tokenizer.get()));
             if (world.rank == 0) print_evaluation(trained.folder, set.name, r, c, set.samples());
+            json += evaluation_json(trained.folder, set.name.empty() ? c.val_data : set.name, r, c.seq_len);
         }
-        if (data.choices.items.empty()) return;
-        const ChoiceResult r = data.choices.result(evaluate_choices(model, data.choices, world));
-        if (world.rank == 0) print_choices(trained.folder, data.choices, r, c.json);
+        if (!data.choices.items.empty()) {
+            const ChoiceResult r = data.choices.result(evaluate_choices(model, data.choices, world));
+            if (world.rank == 0) print_choices(trained.folder, data.choices, r);
+            json += choice_items_text(data.choices, r);
+        }
+        if (world.rank == 0 && !c.json.empty()) write_output_file("json", c.json, json);
     });
 }

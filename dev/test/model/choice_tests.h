@@ -67,7 +67,7 @@ TEST(choices_of_both_forms_are_read) {
     CHECK(std::string(cut.rows[5]->tokens.begin(), cut.rows[5]->tokens.end()) == row.substr(row.size() - 12));
     CHECK_EQUAL(cut.rows[5]->first, 6u);
     CHECK_EQUAL(cut.cut, 6u);  // the rows of the second item, and the longer two of the first
-    CHECK_EQUAL(cut.cut_endings, 0u);
+    CHECK_EQUAL(cut.cut_endings, 1u);
     // Down into the ending, whose first token then has nothing before it.
     const ChoiceTask deep = choices::read(folder.file("a.jsonl"), 4);
     CHECK_EQUAL(deep.rows[5]->cut, row.size() - 4);
@@ -195,7 +195,28 @@ TEST(run_answers_multiple_choice) {
     CHECK(cut_json.find("\"cut_tokens\": [15, 0, 0], \"cut_ending_tokens\": [15, 0, 0]") != std::string::npos);
     const Result cut_training = train({{"out", folder.file("cut_run")}, {"hellaswag", folder.file("long")}});
     CHECK(cut_training.status == 0 && std::count(cut_training.err.begin(), cut_training.err.end(), '\n') == 1);
-    CHECK_REFUSED(run({"eval", "--from", out, "--val-data", "synthetic", "--json", "x"}), 2, "--hellaswag");
+    // Sets and texts have a line each, before the items.
+    const std::string sets = folder.file("sets");
+    const Result measured = run({"eval", "--from", out, "--val-data", "synthetic", "--text", file, "--hellaswag", file,
+                                 "--threads=1", "--json", sets});
+    CHECK_EQUAL(measured.status, 1);  // of the task's lines none has a text
+    write_file(folder.file("a.txt"), "a text of some length, as it stands in books");
+    const Result texts = run({"eval", "--from", out, "--val-data", "synthetic", "--text", folder.file("a.txt"),
+                              "--hellaswag", file, "--threads=1", "--json", sets});
+    REQUIRE_GOOD(texts);
+    const std::vector<std::string> written = lines_of(read_file(sets));
+    REQUIRE(written.size() == 2 + 3);
+    for (size_t i = 0; i < 2; i++) {
+        const Json set = parse_json(written[i], "sets");
+        CHECK_EQUAL(set.string("set", ""), i ? folder.file("a.txt") : std::string("synthetic"));
+        const double loss = set.number("loss", "");
+        CHECK(texts.out.find(format_text("loss %.4f, perplexity %.3f", loss, std::exp(loss))) != std::string::npos);
+        CHECK(texts.out.find(format_text("bits per byte %.4f", set.number("bits_per_byte", ""))) != std::string::npos);
+        int64_t tokens = 0;
+        for (const Json& range : set.array("by_tokens_in_sight", "")) tokens += range.integer("tokens", "");
+        CHECK_EQUAL(tokens, set.integer("tokens", ""));
+    }
+    CHECK(parse_json(written[4], "sets").integer("item", "") == 2);
     const std::string mpirun = find_mpirun("multiple choice on two ranks");
     if (mpirun.empty()) return;
     const Result two = execute({mpirun, "-np", "2", path(), "eval", "--from", out, "--hellaswag", file, "--threads=1"});
