@@ -203,11 +203,12 @@ TEST(export_writes_a_model_card) {
     REQUIRE_GOOD(export_to(link + "/./", second));
     const std::string whole = read_file(folder.file("real/README.md"));
     for (const char* text : {"\n# real\n", "from_pretrained(\"real\")", "from_pretrained(\"real\", ", "| 3, 512 |",
-                             "--data 'train.bin:3,more.bin'", "--val-data 'web=val.bin,code=val.bi*'",
+                             "--data train.bin:3,more.bin", "--val-data 'web=val.bin,code=val.bi*'",
                              "--hellaswag task.jsonl", "--prompt 'don'\\''t'", "--init-from run/step_00000003"})
         CHECK(whole.find(text) != std::string::npos);
     CHECK(whole.find(folder.path) == std::string::npos);
-    CHECK_EQUAL(execute({"/bin/sh", "-n", "-c", whole.substr(whole.find("./train_nsa"))}).status, 0);
+    const size_t command = whole.find("./train_nsa"), end = whole.find("\n```", command);
+    CHECK_EQUAL(execute({"/bin/sh", "-n", "-c", whole.substr(command, end - command)}).status, 0);
 }
 
 TEST(export_and_import_refuse_in_one_line) {
