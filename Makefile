@@ -92,7 +92,7 @@ HOST_LIBS := $(LIBS)
 include lib/cuda/gpu.mk
 $(call kept,$(BUILD)/command,$(COMPILE) $(LIBS) $(LDFLAGS))
 # For --version: of CHANGELOG.md and, in a clone, of git.
-VERSION := $(shell sed -n 's/^[#][#] \([0-9][0-9.]*\).*/\1/p' CHANGELOG.md 2>/dev/null | head -1)$(shell \
+VERSION := $(shell sed -n 's/^[[:punct:]]\{2\} \([0-9][0-9.]*\).*/\1/p' CHANGELOG.md 2>/dev/null | head -1)$(shell \
   git describe --always --dirty 2>/dev/null | sed 's/^/-/')
 $(call kept,$(BUILD)/version,$(VERSION))
 
