@@ -1163,7 +1163,7 @@ static int run_train(Config& c, const std::set<std::string>& on_command_line, Wo
     const Device device = choose_device(c, world, gpus);
     resolve_batch(c, given, world.size, device.gpu);
     validate_run(c, world.size);
-    finish_when_asked(world.size == 1);
+    finish_when_asked(world.rank, world.size);
     int status = 0;
     with_engine(device, world, [&](auto& dev, const GradientPath& path) {
         dev.check_shape(shape_of(c, c.batch, c.seq_len));
@@ -1226,6 +1226,7 @@ static int run_check(const Config& c, World& world) {
     else if (verb == INSPECT)
         run_inspect<TensorTable, Tokenizer, Decoder>(c, with_model, TiledAttention::fold_importance);
     else status = run_check(c, world);
+    world.finish();
     if (!output_is_whole()) report_lost_output(status, (verb & (TRAIN | TOKENIZE | VOCABULARY)) && !only_prints);
     return status;
 }
@@ -1242,10 +1243,6 @@ int main(int argc, char** argv) {
         return 0;
     });
     if (status) return status;
-    return report_errors(world.get(), [&] {
-        const int status = run_verb(argc, argv, *world);
-        world->finish();
-        return status;
-    });
+    return report_errors(world.get(), [&] { return run_verb(argc, argv, *world); });
 }
 #endif

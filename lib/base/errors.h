@@ -24,7 +24,7 @@
 // the launcher ends the others meanwhile.
 template <class World>
 int report_error(const World* world, int status, const char* text, bool shared) {
-    std::fflush(stdout);
+    output().settle();
     if (world && world->rank > 0) usleep(shared ? 2000000 : 600000 + 100000 * unsigned(std::min(world->rank, 10)));
     if (world && world->size > 1 && !(shared && world->rank > 0))
         std::fprintf(stderr, "train_nsa: %s: error: %s\n", world->name().c_str(), text);
@@ -96,8 +96,15 @@ inline void open_closed_streams() {
         if (fcntl(fd, F_GETFD) < 0 && open("/dev/null", fd == 0 ? O_WRONLY : O_RDONLY) > 2) return;
 }
 
-// Has everything that was printed so far arrived? The disk behind stdout may be full.
-inline bool output_is_whole() { return std::fflush(stdout) == 0 && !std::ferror(stdout); }
+// At the end: has everything that was printed arrived? The disk behind stdout may be full. What nobody read is no
+// fault.
+inline bool output_is_whole() {
+    const bool whole = output().finish();
+    if (output().dropped && takes_output(STDERR_FILENO))
+        complain(format_text("%zu bytes of output were dropped, because nobody read them; the run's logs are whole",
+                             output().dropped));
+    return whole;
+}
 
 // The end of a verb whose output is not whole: an error, unless the program ends with another status already, which
 // matters more. in_files: what it has done is in files.
@@ -111,7 +118,7 @@ inline void report_lost_output(int status, bool in_files) {
 
 // An error that nobody catches, in a thread or in a parallel loop, ends the program in one line too.
 [[noreturn]] inline void end_uncaught() {
-    std::fflush(stdout);
+    output().settle();
     try {
         if (std::current_exception()) std::rethrow_exception(std::current_exception());
         std::fprintf(stderr, "train_nsa: error: the program ended itself\n");

@@ -64,8 +64,9 @@ class Progress {
             if (share > 0) line += format_text("%.0f %%, ", 100 * share);
             line += duration_text(seconds());
             if (share > 0) line += ", " + duration_text(seconds() * (1 / share - 1)) + " left";
-            std::fprintf(stderr, "\r%s\033[K\r", line.c_str());
+            // a terminal that takes nothing (Ctrl-S) must not keep the work waiting for this thread
+            if (takes_output(STDERR_FILENO)) std::fprintf(stderr, "\r%s\033[K\r", line.c_str());
         } while (!wake.wait_for(lock, std::chrono::milliseconds(200), [&] { return ended; }));
-        std::fputs("\033[K", stderr);
+        if (takes_output(STDERR_FILENO)) std::fputs("\033[K", stderr);
     }
 };

@@ -2,7 +2,11 @@
 //
 // A signal, or a file named halt in the run's folder: the run finishes its step, writes a checkpoint, and reports by
 // its exit status what a scheduler needs to know: 75 (try again) after SIGTERM, SIGUSR1 and SIGHUP, 130 after SIGINT, 0
-// after a halt file. A second signal ends the program at once.
+// after a halt file.
+//
+// One wish may come several times: timeout signals its child and then the whole group, mpirun forwards the SIGINT that
+// the terminal has sent to all, and a shell, a service manager or a scheduler does the like. So what comes within
+// seconds is a repetition. A SIGTERM or SIGINT after a longer pause ends the program at once, and says so.
 //
 // No handler of ours runs on a thread that computes: these signals are blocked before there is a second thread, every
 // thread inherits that, and one thread of our own waits for them.
@@ -15,6 +19,7 @@
 #include <pthread.h>
 #include <unistd.h>
 
+#include "output.h"
 #include "util.h"
 
 enum Stop { GO_ON, HALTED, TERMINATED, INTERRUPTED };
@@ -39,7 +44,16 @@ inline bool is_ignored(int number) {
 // UCX, which MPICH may use, catches SIGHUP as soon as it is loaded, before main() (it raises its log level): the signal
 // would end nothing, and nohup would be lost. So what the signal did at the start is found out earlier still.
 inline bool hangup_was_ignored = false;
-inline void look_at_hangup(int, char**, char**) { hangup_was_ignored = is_ignored(SIGHUP); }
+// And it is kept until somebody waits for it, or UCX would swallow one that comes meanwhile.
+inline void look_at_hangup(int, char**, char**) {
+    hangup_was_ignored = is_ignored(SIGHUP);
+#ifndef NSA_WITHOUT_MAIN
+    sigset_t set;
+    sigemptyset(&set);
+    sigaddset(&set, SIGHUP);
+    sigprocmask(SIG_BLOCK, &set, nullptr);
+#endif
+}
 #if defined(__ELF__) && !defined(__HIP_DEVICE_COMPILE__)  // hipcc would have the GPU call it too
 __attribute__((section(".preinit_array"), used)) static void (*const before_libraries)(int, char**,
                                                                                        char**) = look_at_hangup;
@@ -64,27 +78,48 @@ inline void block_stop_signals() {
     pthread_sigmask(SIG_BLOCK, &set, nullptr);
 }
 
-// As the signal does where nobody waits for it.
-inline void end_by_signal(int number) {
+// As the signal does where nobody waits for it. Process 1 of a container survives it, and then ends by its status.
+[[noreturn]] inline void end_by_signal(int number) {
     sigset_t set;
     sigemptyset(&set);
     sigaddset(&set, number);
     signal(number, SIG_DFL);
     pthread_sigmask(SIG_UNBLOCK, &set, nullptr);
     raise(number);
+    _exit(128 + number);
+}
+
+constexpr double SAME_WISH = 5;          // seconds within which a signal repeats the one before it
+inline std::atomic<bool> speaks{false};  // of several ranks one says what a signal does
+
+// The thread of the signals waits neither for a stream nor for the lock of one.
+inline void say_of_signal(int file, const std::string& text) {
+    if (takes_output(file)) (void)!write(file, text.data(), text.size());
 }
 
 inline void wait_for_stop_signals() {
     const sigset_t set = stop_signals();
+    double last = 0;  // when a signal came that a second one of may end the program
     for (int number = 0;;) {
         if (sigwait(&set, &number) != 0) continue;
-        const bool first = stop_signal == 0;
         // a shell has SIGINT ignored by what it starts in the background
         if (!finishes_when_asked && is_ignored(number)) continue;
         if (!finishes_when_asked) end_by_signal(number);
-        else if (first) stop_signal = number;
-        // a terminal that goes sends SIGHUP twice, by the shell and by itself
-        else if (number != SIGHUP) end_by_signal(number);
+        const bool first = stop_signal == 0, insists = number == SIGTERM || number == SIGINT;
+        const char* const name = number == SIGINT ? "SIGINT" : "SIGTERM";
+        const double now = seconds_now(), pause = now - last;
+        if (first) stop_signal = number;
+        if (insists && last > 0 && pause > SAME_WISH) {
+            if (!speaks) usleep(300000);
+            say_of_signal(STDERR_FILENO,
+                          format_text("train_nsa: %s after a pause of %.0f s: ends at once, unsaved\n", name, pause));
+            end_by_signal(number);
+        }
+        if (insists && speaks && (first || pause > 0.5))
+            say_of_signal(STDOUT_FILENO, format_text("%s: finishes its step and saves; another one, after a pause of "
+                                                     "%.0f s, ends the run at once, unsaved\n",
+                                                     name, SAME_WISH));
+        if (insists) last = now;
     }
 }
 
@@ -93,15 +128,17 @@ inline void take_stop_signals() {
     start_or_fail("for signals", [] { return std::thread(wait_for_stop_signals); }).detach();
 }
 
-// From here on the first signal asks, see stop_signal. owns_output: this process alone writes to the pipe behind
-// stdout. Under a launcher the pipe is the launcher's.
-inline void finish_when_asked(bool owns_output) {
+// From here on the first signal asks, see stop_signal, and printing makes nobody wait. A process alone owns the pipe
+// behind stdout, under a launcher it is the launcher's.
+inline void finish_when_asked(int rank, int ranks) {
+    output().carry();
     finishes_when_asked = true;
-    if (owns_output) signal(SIGPIPE, SIG_IGN);
+    speaks = rank == 0;
+    if (ranks == 1) signal(SIGPIPE, SIG_IGN);
 }
 
 // Whoever read the pipe behind stdout (| head, | less) has gone. Counts as SIGTERM.
 inline void stop_without_reader() {
-    pollfd out = {STDOUT_FILENO, 0, 0};
+    pollfd out = {output().reader(), 0, 0};
     if (poll(&out, 1, 0) == 1 && (out.revents & POLLERR) && stop_signal == 0) stop_signal = SIGPIPE;
 }

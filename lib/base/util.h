@@ -17,6 +17,8 @@
 #include <system_error>
 #include <vector>
 
+#include "output.h"
+
 // The text of a macro's value.
 #define QUOTED(word) #word
 #define QUOTED_VALUE(macro) QUOTED(macro)
@@ -133,10 +135,12 @@ __attribute__((format(printf, 1, 2))) inline std::string format_text(const char*
     throw Error(2, text);
 }
 
-// One line about something that went wrong and that the program survives.
+// One line about something that went wrong and that the program survives. Where stderr would make it wait, it stands
+// among what is printed.
 inline void complain(const std::string& text) {
-    std::fflush(stdout);
-    std::fprintf(stderr, "train_nsa: warning: %s\n", printable(text).c_str());
+    output().settle();
+    std::FILE* const file = output().is_carried() && !takes_output(STDERR_FILENO) ? stdout : stderr;
+    std::fprintf(file, "train_nsa: warning: %s\n", printable(text).c_str());
 }
 
 // What start() returns, which starts a thread. purpose: what for, where the system has none to give.

@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include "../base/files.h"
+#include "../base/json.h"
 #include "../base/system.h"
 #include "../base/util.h"
 #include "../base/util.h"
@@ -55,6 +56,10 @@ class Heartbeat {
     void waits(int64_t step) {
         const auto at = (long long)step;
         append(format_text("{\"time\":%.3f,\"rank\":%d,\"waiting_in_step\":%lld}\n", unix_time(), rank, at));
+    }
+    void stalls(int64_t step, const std::string& text) {
+        append(format_text("{\"time\":%.3f,\"rank\":%d,\"stalled_in_step\":%lld,\"text\":%s}\n", unix_time(), rank,
+                           (long long)step, json_quote(text).c_str()));
     }
 
     // Whose files, beside this one, end before this step's wait: "ranks 1, 3 have"; "" where that cannot be told.

@@ -18,7 +18,7 @@ inline void warn_beyond_trained(int64_t prompt, int64_t tokens, int64_t seq_len)
 
 // A model of bytes that has hardly learnt writes escape sequences too, which a terminal must not see.
 inline std::string for_this_terminal(std::string text) {
-    static const bool on_terminal = isatty(1);
+    static const bool on_terminal = isatty(output().reader());
     for (char& x : text)
         if (on_terminal && ((uint8_t(x) < ' ' && x != '\n' && x != '\t') || x == 127)) x = '?';
     return text;

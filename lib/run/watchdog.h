@@ -48,21 +48,19 @@ class Watchdog {
         return ranks > 1 && (in_collective || (p && !std::strncmp(p, "waiting for the other", 21)));
     }
 
-    // The end must not hang either, on a stderr that takes nothing or a lock that the main thread holds.
+    // The end must not hang either, on a stderr that takes nothing, a lock that the main thread holds or a disk. A line
+    // of the heartbeats has the same where nobody reads stderr.
     [[noreturn]] void report_and_end(const std::string& line, bool with_stack) {
-        std::signal(SIGALRM, SIG_DFL);
+        std::signal(SIGALRM, [](int) { _exit(1); });
         alarm(10);
-        const std::string text = "train_nsa: error: " + line + "\n";
-        // Not through stdio, whose lock the main thread may hold. Without a stderr the status must do.
-        (void)!write(STDERR_FILENO, text.data(), text.size());
-        if (with_stack) {
-            const std::string frames = stack.text();
-            (void)!write(STDERR_FILENO, frames.data(), frames.size());
-        }
+        const std::string text = "train_nsa: error: " + line + "\n" + (with_stack ? stack.text() : "");
         if (ftrylockfile(stdout) == 0) {
-            std::fflush(stdout);
+            output().settle();
             funlockfile(stdout);
         }
+        // Not through stdio, whose lock the main thread may hold. Without a stderr the status must do.
+        if (takes_output(STDERR_FILENO)) (void)!write(STDERR_FILENO, text.data(), text.size());
+        if (heartbeat) heartbeat->stalls(step, text);
         if (ranks > 1) usleep(200000);  // a launcher forwards what was printed, but not after a rank's bad end
         std::_Exit(1);
     }

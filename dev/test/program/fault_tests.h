@@ -404,27 +404,117 @@ TEST(stop_of_one_rank_stops_all) {
     CHECK(!newest_checkpoint(out).empty());
 }
 
-// The first signal waits for a step that never ends (stdout is full); the second does not.
-TEST(stop_second_signal_leaves_at_once) {
+// A run whose steps take seconds, each of a thousand micro-steps.
+inline program::Words slow_run(const TempFolder& folder, const char* total_batch) {
+    using namespace program;
+    write_file(folder.file("train.bin"), shard(random_tokens((2 << 20) + 1, 1)));
+    return joined({path()}, words_of(small({{"steps", "100"},
+                                            {"total-batch", total_batch},
+                                            {"batch", "1"},
+                                            {"threads", "1"},
+                                            {"data", folder.file("train.bin")},  // and nothing to validate with
+                                            {"out", folder.file("run")},
+                                            {"seq-len", "2048"}})));
+}
+
+// The same wish several times: timeout signals its child and then the group, mpirun and shells forward what all have.
+TEST(stop_repeated_within_seconds_is_one_wish) {
+    using namespace program;
+    struct {
+        std::vector<int> signals;
+        useconds_t pause;
+        int status;
+    } const cases[] = {{{SIGTERM, SIGTERM}, 0, 75},
+                       {{SIGTERM, SIGTERM, SIGTERM, SIGTERM}, 200000, 75},
+                       {{SIGINT, SIGTERM, SIGHUP}, 1000, 130},
+                       {{SIGUSR1, SIGTERM, SIGUSR1, SIGINT}, 300000, 75}};
+    for (const auto& c : cases) {
+        TempFolder folder;
+        Running program(slow_run(folder, "32768"), folder);
+        REQUIRE(program.reaches("out: "));
+        usleep(300000);
+        for (const int signal : c.signals) kill(program.launcher, signal), usleep(c.pause);
+        const Result r = program.end(30);
+        CHECK_EQUAL(r.status, c.status);
+        CHECK_EQUAL(r.err, std::string());
+        CHECK(!newest_checkpoint(folder.file("run")).empty());
+    }
+    if (!file_exists("/usr/bin/timeout")) return;
+    TempFolder folder;
+    Running program(joined({"/usr/bin/timeout", "1.5"}, slow_run(folder, "32768")), folder);
+    CHECK_EQUAL(program.end(30).status, 124);
+    CHECK(!newest_checkpoint(folder.file("run")).empty());
+}
+
+// The first signal waits for a step that takes minutes; one after a pause does not.
+TEST(stop_second_signal_after_a_pause_leaves_at_once) {
     using namespace program;
     TempFolder folder;
-    write_file(folder.file("train.bin"), shard(random_tokens((2 << 20) + 1, 1)));
-    Options options = small({{"steps", "1"},
-                             {"total-batch", "2097152"},
-                             {"batch", "1"},
-                             {"threads", "1"},
-                             {"data", folder.file("train.bin")},  // and nothing to validate with
-                             {"out", folder.file("run")},
-                             {"seq-len", "2048"}});
-    Running program(joined({path()}, words_of(options)), folder);  // a thousand micro-steps
+    Running program(slow_run(folder, "2097152"), folder);
     REQUIRE(program.reaches("out: "));
-    usleep(1500000);
+    usleep(500000);
     kill(program.launcher, SIGTERM);
-    usleep(300000);
+    usleep(useconds_t((SAME_WISH + 0.3) * 1e6));
     kill(program.launcher, SIGTERM);
     const Result r = program.end(5);
     CHECK_EQUAL(r.status, 128 + SIGTERM);
+    CHECK(r.out.find("SIGTERM") != std::string::npos && r.err.find("SIGTERM") != std::string::npos);
     CHECK(newest_checkpoint(folder.file("run")).empty());
+}
+
+// Process 1 of a container, whom the kernel spares what others die of.
+TEST(stop_of_process_1_of_a_container) {
+    using namespace program;
+    const Words container = {"/usr/bin/unshare", "--pid", "--fork"};
+    if (!file_exists(container[0]) || execute(joined(container, {"/bin/true"})).status != 0)
+        return void(std::printf("    not tried: no unshare --pid here\n"));
+    TempFolder folder;
+    REQUIRE_GOOD(train({{"out", folder.file("run")}}));
+    for (const int signal : {SIGTERM, SIGINT}) {
+        Running program(joined(container, {path(), "eval", "--from=" + folder.file("run"), "--val-data=synthetic"}),
+                        folder);
+        usleep(1500000);
+        pid_t first = 0;
+        std::ifstream(format_text("/proc/%d/task/%d/children", program.launcher, program.launcher)) >> first;
+        REQUIRE(first > 0);
+        kill(first, signal);
+        CHECK_EQUAL(program.end(5).status, 128 + signal);
+    }
+}
+
+// A terminal that takes no output (Ctrl-S), or a pipe that nobody reads (| less), is no stall: the run goes on and
+// saves.
+TEST(stop_while_nobody_reads_what_is_printed) {
+    using namespace program;
+    for (const bool terminal : {true, false}) {
+        TempFolder folder;
+        const std::string out = folder.file("run"), heartbeat = out + "/heartbeat_rank0.jsonl";
+        int ends[2];
+        if (terminal) open_terminal(ends, 80);
+        else if (pipe2(ends, O_CLOEXEC) != 0) fail("no pipe");
+        const int null = open("/dev/null", O_RDONLY | O_CLOEXEC);
+        const pid_t child = spawn(joined({path()}, small_words({{"out", out},
+                                                                {"steps", "1000000"},
+                                                                {"eval-every", "0"},
+                                                                {"schedule", "constant"},
+                                                                {"stall-timeout", "2"}})),
+                                  {}, {null, ends[1], ends[1]});
+        close(ends[1]), close(null);
+        const auto step = [&] {
+            const std::string line = file_exists(heartbeat) ? last_line(heartbeat) : "";
+            return line.empty() ? 0 : parse_json(line, heartbeat).integer("step", heartbeat);
+        };
+        int status = 0;
+        const double limit = seconds_now() + 60;
+        while (step() < 3000 && seconds_now() < limit && waitpid(child, &status, WNOHANG) == 0) usleep(50000);
+        CHECK(step() >= 3000);  // 300 kB of lines
+        kill(child, SIGTERM);
+        while (waitpid(child, &status, WNOHANG) == 0 && seconds_now() < limit) usleep(20000);
+        kill(child, SIGKILL);
+        CHECK_EQUAL(exit_status(status), 75);
+        CHECK(!newest_checkpoint(out).empty());
+        close(ends[0]);
+    }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
