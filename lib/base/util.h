@@ -277,34 +277,57 @@ inline double random_normal(uint64_t seed, uint64_t stream, uint64_t counter) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// What the control groups of this process (cgroup v2: the limits of a container or a Slurm job) leave it: bytes of
-// memory that it can still allocate, counting file pages that the kernel would give back, and processors. Infinity
-// where there is no limit.
+// What the control groups of this process (the limits of a container or a Slurm job; of version 2, or of version 1,
+// which has a tree for each kind of limit) leave it: bytes of memory that it can still allocate, counting file pages
+// that the kernel would give back, and processors. Infinity where there is no limit.
 struct ResourceLimits {
     double bytes = std::numeric_limits<double>::infinity(), processors = std::numeric_limits<double>::infinity();
 };
 inline ResourceLimits cgroup_limits(const std::string& root = "/sys/fs/cgroup",
                                     const std::string& own_group = "/proc/self/cgroup") {
     ResourceLimits limits;
+    const auto limit_memory = [&](const std::string& most_file, const std::string& current_file,
+                                  const std::string& statistics_file, const std::string& prefix) {
+        double most, current;
+        if (!(std::ifstream(most_file) >> most && std::ifstream(current_file) >> current)) return;
+        std::ifstream statistics(statistics_file);
+        std::string key;
+        for (double value; statistics >> key >> value;)
+            if (key == prefix + "active_file" || key == prefix + "inactive_file") current -= value;
+        limits.bytes = std::min(limits.bytes, std::max(0.0, most - current));
+    };
+    // without a limit version 2 says max, which is no number, and version 1 says -1
+    const auto limit_processors = [&](double quota, double period) {
+        if (quota > 0 && period > 0) limits.processors = std::min(limits.processors, quota / period);
+    };
     std::ifstream groups(own_group);
-    std::string group;
-    while (std::getline(groups, group) && group.compare(0, 3, "0::")) group.clear();
-    if (group.size() < 3) return limits;
-    for (group.erase(0, 3);; group.erase(group.rfind('/'))) {  // this group, then every group above it
-        if (group == "/") group.clear();
-        const std::string folder = root + group;
-        double most, current, quota, period;
-        if (std::ifstream(folder + "/memory.max") >> most && std::ifstream(folder + "/memory.current") >> current) {
-            std::ifstream statistics(folder + "/memory.stat");
-            std::string key;
-            for (double value; statistics >> key >> value;)
-                if (key == "active_file" || key == "inactive_file") current -= value;
-            limits.bytes = std::min(limits.bytes, std::max(0.0, most - current));
+    for (std::string line; std::getline(groups, line);) {  // 0::/group, or 4:cpu,cpuacct:/group
+        const size_t kinds_at = line.find(':') + 1, group_at = line.find(":/") + 1;
+        if (kinds_at == 0 || group_at < kinds_at + 1) continue;
+        const std::string kinds = line.substr(kinds_at, group_at - 1 - kinds_at);
+        const bool has_memory = ("," + kinds + ",").find(",memory,") != std::string::npos,
+                   has_processors = ("," + kinds + ",").find(",cpu,") != std::string::npos;
+        // this group, then every group above it; in a container the names may be those outside, and it sees the root
+        for (std::string group = line.substr(group_at);; group.erase(group.rfind('/'))) {
+            if (group == "/") group.clear();
+            const std::string folder = root + (kinds.empty() ? "" : "/" + kinds) + group + "/";
+            double quota = 0, period = 0;
+            if (kinds.empty())
+                limit_memory(folder + "memory.max", folder + "memory.current", folder + "memory.stat", "");
+            if (kinds.empty() && std::ifstream(folder + "cpu.max") >> quota >> period) limit_processors(quota, period);
+            if (has_memory)
+                limit_memory(folder + "memory.limit_in_bytes", folder + "memory.usage_in_bytes", folder + "memory.stat",
+                             "total_");
+            for (const std::string& tree : {kinds, std::string("cpu")}) {
+                const std::string cpu = root + "/" + tree + group + "/cpu.cfs_";
+                if (has_processors && std::ifstream(cpu + "quota_us") >> quota &&
+                    std::ifstream(cpu + "period_us") >> period)
+                    limit_processors(quota, period);
+            }
+            if (group.empty()) break;
         }
-        if (std::ifstream(folder + "/cpu.max") >> quota >> period)
-            limits.processors = std::min(limits.processors, quota / period);
-        if (group.empty()) return limits;
     }
+    return limits;
 }
 
 // The sizes of a matrix product: C [M, N] = A [M, K] B [K, N].

@@ -74,6 +74,59 @@ TEST(cgroup_limits_are_the_tightest_of_all_levels) {
     CHECK_EQUAL(limits().processors, 4.0);
 }
 
+// cgroup v1 has a tree for each kind of limit, named in many ways.
+TEST(cgroup_limits_of_version_1) {
+    const double MIB = 1 << 20, none = std::numeric_limits<double>::infinity();
+    struct {
+        const char* own;
+        std::vector<std::pair<const char*, const char*>> files;
+        double bytes, processors;
+    } const cases[] = {
+        // RHEL 8, Ubuntu 20.04: the process's own group, by name
+        {"9:memory:/slurm/job\n4:cpu,cpuacct:/slurm/job\n1:name=systemd:/x\n0::/\n",
+         {{"memory/slurm/job/memory.limit_in_bytes", "1073741824"},
+          {"memory/slurm/job/memory.usage_in_bytes", "536870912"},
+          {"memory/slurm/job/memory.stat",
+           "inactive_file 1\ntotal_inactive_file 67108864\ntotal_active_file 67108864\n"},
+          {"cpu,cpuacct/slurm/job/cpu.cfs_quota_us", "50000"},
+          {"cpu,cpuacct/slurm/job/cpu.cfs_period_us", "100000"}},
+         640 * MIB,
+         0.5},
+        // docker: the names are those outside, and the container sees its own group as the root
+        {"4:cpuacct,cpu:/docker/1234\n2:memory:/docker/1234\n",
+         {{"memory/memory.limit_in_bytes", "1048576"},
+          {"memory/memory.usage_in_bytes", "0"},
+          {"cpu/cpu.cfs_quota_us", "150000"},
+          {"cpu/cpu.cfs_period_us", "100000"}},
+         MIB,
+         1.5},
+        // a limit of a group above counts, and -1 is none
+        {"3:cpu:/a/b\n2:memory:/a/b\n",
+         {{"cpu/a/b/cpu.cfs_quota_us", "-1"},
+          {"cpu/a/b/cpu.cfs_period_us", "100000"},
+          {"cpu/a/cpu.cfs_quota_us", "300000"},
+          {"cpu/a/cpu.cfs_period_us", "100000"},
+          {"memory/a/memory.limit_in_bytes", "2097152"},
+          {"memory/a/memory.usage_in_bytes", "1048576"}},
+         MIB,
+         3},
+        // other trees say nothing of these; lines that are none are passed over
+        {"5:cpuset:/a\nnonsense\n:\n7:pids\n\n", {{"cpuset/a/cpu.cfs_quota_us", "100"}}, none, none},
+    };
+    for (const auto& c : cases) {
+        const TempFolder folder;
+        write_file(folder.file("own"), c.own);
+        for (const auto& [name, text] : c.files) {
+            const std::string path = folder.file("fs/") + name;
+            make_folders(path.substr(0, path.rfind('/')));
+            write_file(path, std::string(text) + "\n");
+        }
+        const ResourceLimits limits = cgroup_limits(folder.file("fs"), folder.file("own"));
+        CHECK_EQUAL(limits.bytes, c.bytes);
+        CHECK_EQUAL(limits.processors, c.processors);
+    }
+}
+
 TEST(errors_are_one_line_with_a_status) {
     CHECK_FAILS(2, "--lr", fail_usage("--lr %d is out of range", -1));
     CHECK_FAILS(1, "no_such_file", read_file("/no_such_file"));
