@@ -919,24 +919,30 @@ struct Run {
         return stop != GO_ON;
     }
 
-    // A signal ends it at once. What it has not validated by then is validated after the resume.
+    // A signal ends it at once and leaves nothing of it; the resume begins it again.
     void validate() {
         const ProfileRange range = model.enter("evaluation");
         const auto asked = [this] { return asked_to_stop(); };
+        state.left_validation = true;
+        std::vector<EvalSums> choices;
         if (!config.hellaswag.empty()) {
-            const std::vector<EvalSums> losses = evaluate_choices(model, data.choices, world, asked);
-            if (losses.empty()) return;
-            report.print_choices(state.step, data.choices.result(losses));
+            choices = evaluate_choices(model, data.choices, world, asked);
+            if (choices.empty()) return;
         }
         const int64_t wanted = config.eval_batches * (config.total_batch / config.seq_len);
+        std::vector<EvalResult> results;
         for (const auto& set : data.val) {
             const int64_t samples = std::min(wanted, set.samples());
             const auto losses = evaluate(model, *activations, *set.loader, samples, world, tokenizer.get(), asked);
             if (losses.empty()) return;
-            const EvalResult r(losses);
-            const bool decides = &set == &data.val[0];
-            if (decides) state.validation = {state.step, r.loss, set.loader->state().corpus, r.tokens};
-            report.print_validation(state.step, set.name, decides, r);
+            results.emplace_back(losses);
+        }
+        state.left_validation = false;
+        if (!choices.empty()) report.print_choices(state.step, data.choices.result(choices));
+        for (size_t i = 0; i < results.size(); i++) {
+            const EvalResult& r = results[i];
+            if (i == 0) state.validation = {state.step, r.loss, data.val[0].loader->state().corpus, r.tokens};
+            report.print_validation(state.step, data.val[i].name, i == 0, r);
         }
     }
 
@@ -1113,8 +1119,9 @@ int train_run(Run<Dev>& run, const Config& c, const Device& device, const Gradie
     }
     const int64_t first_step = run.state.step;
     run.report.start(first_step);
-    const bool left_last_validation = first_step == c.steps && !run.state.was_validated;
-    if (first_step == 0 || left_last_validation) run.validate();
+    const bool left = run.state.left_validation || (first_step == c.steps && !run.state.was_validated);
+    if (first_step == 0 || left) run.validate();
+    if (first_step > 0 && run.state.validation.step == first_step) run.save();  // its checkpoint says so from now on
     run.report.start_clock();
     try {
         run.train();

@@ -45,8 +45,9 @@ struct TrainState {
     std::array<uint64_t, 4> loader = {};  // the data loader's four integers
     std::vector<std::string> shards;      // of a checkpoint: those it was trained on, with their paths
     OutlierWindow losses, norms;
-    Validation validation;       // not resumed: it is of no later step
-    bool was_validated = false;  // of a checkpoint: its weights were
+    Validation validation;         // not resumed: it is of no later step
+    bool was_validated = false;    // of a checkpoint: its weights were
+    bool left_validation = false;  // a validation of these weights was begun and not finished
 };
 
 inline std::string numbers_json(const std::vector<double>& values) {
@@ -72,6 +73,7 @@ inline std::string state_json(const TrainState& s, const std::string& options, i
         text +=
             format_text(",\n \"validation\": {\"loss\": %.17g, \"data\": \"%016llx, %llu tokens\"}", s.validation.loss,
                         (unsigned long long)s.validation.corpus, (unsigned long long)s.validation.tokens);
+    if (s.left_validation) text += ",\n \"left_validation\": true";
     return text + ",\n \"options\": " + options + "}";
 }
 
@@ -112,6 +114,7 @@ inline TrainState read_state(const Manifest& manifest) {
         for (const Json& name : manifest.state.array("shards", path))
             state.shards.push_back(name.string(path + ": shards"));
     state.was_validated = manifest.state.find("validation");
+    state.left_validation = manifest.state.find("left_validation");
     read_window(state.losses, manifest, "losses");
     read_window(state.norms, manifest, "norms");
     return state;

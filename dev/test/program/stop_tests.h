@@ -160,3 +160,39 @@ TEST(stop_signal_leaves_validation) {
         CHECK_EQUAL(lines_of(losses_of(out)).back(), whole);
     }
 }
+
+// A validation in the middle of a run that a signal ends, in any of its sets, is made up for: every line is there,
+// once, and the checkpoint knows its loss.
+TEST(stop_signal_in_a_validation_is_made_up_for) {
+    using namespace program;
+    TempFolder folder;
+    for (const char* when : {"step 0002 | loss", "val loss"}) {
+        const std::string out = folder.file("run");
+        std::filesystem::remove_all(out);
+        const Options options = small({{"out", out},
+                                       {"schedule", "constant"},
+                                       {"steps", "4"},
+                                       {"eval-every", "2"},
+                                       {"save-every", "2"},
+                                       {"val-data", "a=synthetic,b=synthetic"}});
+        const auto with = [&](const Options& more) { return joined({path()}, words_of(merged(options, more))); };
+        CHECK_EQUAL(execute(with({{"steps", "1"}})).status, 0);
+        {
+            Running run(with({{"resume", "on"}, {"eval-batches", "1000000"}}), folder);
+            REQUIRE(run.reaches("step 0002 | loss"));
+            usleep(when[0] == 's' ? 100000 : 1500000);
+            kill(run.launcher, SIGTERM);
+            CHECK_EQUAL(run.end(10).status, 75);
+        }
+        const std::string checkpoint = newest_checkpoint(out);
+        REQUIRE(read_manifest(checkpoint).step == 2 && losses_of(out).find("s:2 tel") == std::string::npos);
+        CHECK_EQUAL(execute(with({{"resume", "on"}, {"eval-batches", "2"}, {"keep", "0"}})).status, 0);
+        int first = 0, second = 0;
+        for (const std::string& line : lines_of(losses_of(out)))
+            first += line.find("s:2 tel:") == 0, second += line.find("s:2 tel/b:") == 0;
+        CHECK_EQUAL(first, 1);
+        CHECK_EQUAL(second, 1);
+        CHECK(read_manifest(checkpoint).state.find("validation") &&
+              !read_manifest(checkpoint).state.find("left_validation"));
+    }
+}
