@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The program for machines that are not here. aarch64 Linux: built by Debian's cross compiler, run by qemu-user, `check`
 # and twenty steps, whose losses are compared with this machine's. macOS: compiled and linked for both of its
-# processors by zig's clang, nothing runs.
+# processors by zig's clang, nothing runs. musl (Alpine): built by zig, run here.
 #     dev/other_machines_check.sh        BUILD=build
 # As root it installs what it needs with apt-get; zig comes from PyPI into a temporary folder. What cannot be had is
 # said and left out. Ends with "N passed, N failed".
@@ -42,7 +42,11 @@ if python3 -m venv "$work/zig" >/dev/null 2>&1 && "$zig" -m pip -q install zigla
         rm -f a.o a.out  # which zig leaves where a probe links to /dev/null
         good "$target: a program for macOS" [ "$(head -c 4 "$build/$target/train_nsa" | od -An -tx4)" = " feedfacf" ]
     done
+    if good "musl: builds" build "$build/musl" CXX="$zig -m ziglang c++ -target x86_64-linux-musl" MARCH= NO_OMP=1; then
+        good "musl: check" "$build/musl/train_nsa" check
+    fi
+    rm -f a.o a.out
 else
-    skipped "no ziglang, so nothing was tried for macOS"
+    skipped "no ziglang, so nothing was tried for macOS and musl"
 fi
 finish

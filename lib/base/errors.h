@@ -9,12 +9,12 @@
 #include <string>
 #include <vector>
 
-#include <execinfo.h>
 #include <fcntl.h>
 #include <unistd.h>
 
 #include "memory.h"
 #include "signals.h"
+#include "stack_trace.h"
 #include "system.h"
 #include "util.h"
 

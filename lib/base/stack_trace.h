@@ -10,7 +10,12 @@
 #include <string>
 
 #include <cxxabi.h>
+#if __has_include(<execinfo.h>)
 #include <execinfo.h>
+#else  // musl: no stack
+inline int backtrace(void**, int) { return 0; }
+inline char** backtrace_symbols(void* const*, int) { return nullptr; }
+#endif
 #include <pthread.h>
 #include <unistd.h>
 
@@ -46,7 +51,7 @@ class MainThreadStack {
         struct sigaction action = {};
         action.sa_handler = [](int) {
             const int error = errno;
-            depth.store(backtrace(frames, MAX_DEPTH), std::memory_order_release);
+            depth.store(std::max(1, backtrace(frames, MAX_DEPTH)), std::memory_order_release);
             errno = error;
         };
         action.sa_flags = SA_RESTART | SA_ONSTACK;

@@ -48,13 +48,14 @@ if wanted NO_OMP && [ "$GPU" != hip ]; then
 fi
 
 # The compiler wrappers of MPICH and Open MPI both print what they would run. All of it is used: an MPI outside /usr
-# says by -Wl,-rpath where its library lies.
+# says by -Wl,-rpath where its library lies. Intel's puts paths in quotes, as for a shell.
 if wanted NO_MPI && shown=$($MPICXX -show 2>/dev/null); then
-    read -r -a words <<<"${shown#* }"
-    compile='' link=''
-    for word in "${words[@]}"; do
-        case $word in -I* | -D*) compile="$compile $word" ;; -O* | -g) ;; *) link="$link $word" ;; esac
-    done
+    words=() compile='' link=''
+    while read -r word; do
+        words+=("$word")
+        case $word in *[!a-zA-Z0-9_./,:=+@%-]*) quoted=$(printf %q "$word") ;; *) quoted=$word ;; esac
+        case $word in -I* | -D*) compile="$compile $quoted" ;; -O* | -g) ;; *) link="$link $quoted" ;; esac
+    done < <(xargs -n 1 printf '%s\n' <<<"${shown#* }")
     if links mpi.h "${words[@]}"; then
         printf 'HAVE_MPI := yes\nMPI_FLAGS :=%s\nMPI_LIBS :=%s\n' "$compile" "$link"
     fi

@@ -98,7 +98,7 @@ static bool is_former_option(const std::string& key, const Json& value, const st
 static Json parse_model_config(const std::string& path) {
     Json config = parse_json(read_file(path), path);
     for (size_t i = 0; i < config.keys.size(); i++) is_former_option(config.keys[i], config.items[i], path);
-    for (const char* newer : {"branches", "qk-norm", "smear", "head", "v-head-dim"}) {
+    for (const std::string newer : {"branches", "qk-norm", "smear", "head", "v-head-dim"}) {
         if (config.kind != Json::Object || config.find(underscored(newer))) continue;
         const Option& o = option_named(newer);
         config.keys.push_back(underscored(newer));

@@ -899,3 +899,20 @@ TEST(run_ngram_floor) {
     CHECK_NEAR(found.number("1", out), loss[0], 2e-3);
     CHECK_NEAR(found.number("2", out), loss[1], 2e-3);
 }
+
+// A compiler wrapper that puts its paths in quotes, as Intel's does, is an MPI like any other.
+TEST(script_config_reads_quoted_paths_of_an_mpi) {
+    using namespace program;
+    TempFolder folder;
+    write_file(folder.file("mpicxx"), "#!/bin/sh\nmpicxx -show | sed 's/ -\\([IL]\\)\\([^ ]*\\)/ -\\1\"\\2\"/g'\n");
+    std::filesystem::permissions(folder.file("mpicxx"), std::filesystem::perms::owner_all);
+    const auto config = [&](const std::string& wrapper) {
+        Start start;
+        start.environment = {"CXX=g++",   "CPPFLAGS=", "CXXFLAGS=",    "LDFLAGS=",         "GPU=cuda",
+                             "NO_CUDA=1", "NO_OMP=1",  "MARCH=native", "MPICXX=" + wrapper};
+        return execute({"/bin/bash", "lib/run/config.sh"}, start).out;
+    };
+    const std::string plain = config("mpicxx");
+    if (plain.find("HAVE_MPI") == std::string::npos) return void(std::printf("    not tried: no mpicxx\n"));
+    CHECK_EQUAL(config(folder.file("mpicxx")), plain);
+}
