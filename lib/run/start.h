@@ -23,6 +23,25 @@ struct RunStart {
     std::unique_ptr<SafeTensors> weights;  // those of --init-from
 };
 
+// Every rank writes its part of a checkpoint into one folder, so each must see what rank 0 has just written there. A
+// network file system may take seconds to show it.
+template <class World>
+void require_shared_folder(const World& world, const std::string& out) {
+    if (world.size == 1) return;
+    const auto run_json = [&] {
+        std::string text;
+        error_of([&] { text = read_file(out + "/run.json"); });
+        return std::to_string(std::hash<std::string>()(text));
+    };
+    const std::string written = world.gather(run_json())[0];
+    const double limit = seconds_now() + 10;
+    while (run_json() != written && seconds_now() < limit) usleep(100000);
+    const std::string error = format_text(
+        "--out %s on %s is not the folder in which rank 0 on %s has written run.json: give one that all hosts see",
+        out.c_str(), world.host.c_str(), world.hosts[0].c_str());
+    fail_together(world, run_json() == written ? "" : error);
+}
+
 // Looks at whatever a run can be refused for, prints its first lines, and only then writes into its folder. All ranks
 // call it.
 template <class World, class Model, class Data>
@@ -52,6 +71,7 @@ RunStart open_run(const Config& c, const std::set<std::string>& given, const Wor
     const std::string record = environment_json(world, model.dev.describe(), libraries, start.checkpoint);
     if (says && writes) prepare_run_folder(c.out, resumes, has_steps ? manifest_json(c) : "", record);
     world.barrier();
+    if (writes) require_shared_folder(world, c.out);
     const std::string heartbeat = format_text("%s/heartbeat_rank%d.jsonl", c.out.c_str(), world.rank);
     if (writes) world.watchdog.write_heartbeats(heartbeat, world.rank);
     return start;
