@@ -22,7 +22,7 @@
 #endif
 
 #include "lib/run/launch.h"
-#include "lib/base/machine.h"
+#include "lib/base/background.h"
 #include "lib/base/profile.h"
 #include "lib/model/partition.h"
 #include "lib/run/watchdog.h"
@@ -138,7 +138,7 @@ struct World {
     int rank = 0, size = 1;              // among all processes
     int local_rank = 0, local_size = 1;  // among the processes of this machine
     int device_sharers = 1;              // ranks on this machine's CPU, or on this rank's GPU, that share its memory
-    std::string host = host_name();
+    std::string host = host_name(), machine = machine_word();
     std::string launcher;            // "one process", "mpirun", "srun", "RANK/WORLD_SIZE"
     std::vector<std::string> hosts;  // of every rank
     std::string device;              // what this rank computes on, for messages; "" until it is known
@@ -182,7 +182,14 @@ struct World {
     // Returns when all ranks are there. start_timeout: seconds that they may take.
     explicit World(const Launch& launch = {}, double start_timeout = 300)
         : launcher(launch.launcher), has_mpi(launch.by_mpi) {
+        std::unique_ptr<TimeLimit> limit;
         if (launch.by_mpi || launch.size > 1) {
+            // later than NCCL's rendezvous, which says more, and not all at once
+            const double seconds = start_timeout + (has_mpi ? 0 : 15) + 0.3 * std::min(10, rank_in_environment());
+            limit = std::make_unique<TimeLimit>(
+                seconds, format_text("rank %d on %s has waited %.0f s for the other ranks to start: has one ended or "
+                                     "stopped, or does its host lack the program or a library?",
+                                     rank_in_environment(), host.c_str(), seconds));
             transport = connect(launch, start_timeout);
             rank = transport->rank;
             size = transport->size;
@@ -191,10 +198,10 @@ struct World {
 #endif
         }
         hosts = gather(host);
-        for (int r = 0; r < size; r++) {
-            local_size += r != rank && hosts[size_t(r)] == host;
-            local_rank += r < rank && hosts[size_t(r)] == host;
-        }
+        const std::vector<std::string> machines = gather(machine);
+        local_size = int(std::count(machines.begin(), machines.end(), machine));
+        local_rank = int(std::count(machines.begin(), machines.begin() + rank, machine));
+        watchdog.call_it(name());
     }
 
     // For messages, of this rank and of its watchdog.

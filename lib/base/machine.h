@@ -42,6 +42,10 @@ inline void set_omp_wait(char** argv) {
     if (setenv("GOMP_SPINCOUNT", "1000", 1) || setenv("OMP_WAIT_POLICY", "passive", 1)) return;
     execv(program_path().c_str(), argv);  // by its own name, the one that top and pkill show
     execv("/proc/self/exe", argv);        // the file has been moved away meanwhile
+    execvp(argv[0], argv);                // there is no /proc
+    complain(
+        "the program cannot start itself again, so its threads wait as their runtime does by default, which is slow on "
+        "a busy machine: set GOMP_SPINCOUNT=1000 and OMP_WAIT_POLICY=passive in the environment");
 #else
     (void)argv;
 #endif
@@ -51,6 +55,9 @@ inline std::string host_name() {
     char name[256] = "";
     return gethostname(name, sizeof name - 1) == 0 && name[0] ? name : "localhost";
 }
+
+// One word that no other machine has: two may have one name.
+inline std::string machine_word() { return host_name() + "/" + boot_id(); }
 
 // FNV-1a, 64 bits, of the running program's file, as text: ranks must run the same program.
 inline std::string binary_digest() {

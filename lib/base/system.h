@@ -21,18 +21,31 @@
 #include <sched.h>
 #endif
 
-// The numbers of the processors that this process may use; macOS binds no process to some.
-inline std::vector<int> processors_allowed() {
+// The numbers of the processors that a process may use, 0: this one; macOS binds no process to some.
+inline std::vector<int> processors_allowed([[maybe_unused]] int process = 0) {
     std::vector<int> allowed;
 #ifdef __APPLE__
     for (int i = 0; i < int(sysconf(_SC_NPROCESSORS_ONLN)); i++) allowed.push_back(i);
 #else
     cpu_set_t set;
-    if (sched_getaffinity(0, sizeof set, &set) != 0) return allowed;
+    if (sched_getaffinity(process, sizeof set, &set) != 0) return allowed;
     for (int i = 0; i < CPU_SETSIZE; i++)
         if (CPU_ISSET(i, &set)) allowed.push_back(i);
 #endif
     return allowed;
+}
+
+// What the running kernel calls itself; "" where it does not.
+inline std::string boot_id() {
+    std::string id;
+#ifdef __APPLE__
+    char text[64] = "";
+    size_t size = sizeof text;
+    if (sysctlbyname("kern.bootsessionuuid", text, &size, nullptr, 0) == 0) id = text;
+#else
+    std::ifstream("/proc/sys/kernel/random/boot_id") >> id;
+#endif
+    return id;
 }
 
 // The file of the running program; "" where the system does not say.

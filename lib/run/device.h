@@ -26,6 +26,7 @@ struct Device {
     int threads = 1;
     std::string attention_kernel;  // of the engine for devices
     std::string reason;
+    std::string idle;   // what to say of processors that the launcher keeps from all ranks of this machine
     EngineInfo engine;  // the one for devices, whether it is in use or not
 };
 
@@ -47,11 +48,11 @@ inline BuildReport build_report(const Device& device, const std::string& mpi) {
 template <class World>
 int threads_of_rank(const World& world, int own, const std::string& list) {
     if (world.size == 1) return own;
-    const std::vector<std::string> places = world.gather(world.host + " " + list);
+    const std::vector<std::string> places = world.gather(world.machine + " " + list);
     int sharers = 0, neighbours = 0;
     for (const std::string& place : places) {
         sharers += place == places[size_t(world.rank)];
-        neighbours += place.substr(0, place.find(' ')) == world.host;
+        neighbours += place.substr(0, place.find(' ')) == world.machine;
     }
     return std::max(1, own / (sharers == neighbours ? world.local_size : sharers));
 }
@@ -188,11 +189,31 @@ inline Device device_of(const MachineConfig& c, int share, const GpuSearch& gpus
     return d;
 }
 
+// Open MPI's mpirun binds each of a few ranks to one core, and leaves the others of the machine idle. "" if it does
+// not.
+template <class World>
+std::string idle_processors(const World& world) {
+    std::set<int> taken;
+    for (const std::string& place : world.gather(world.machine + " " + processor_list())) {
+        std::istringstream words(place);
+        std::string machine;
+        words >> machine;
+        for (int i; machine == world.machine && words >> i;) taken.insert(i);
+    }
+    const std::vector<int> launchers = processors_allowed(getppid());
+    const double usable = std::min(double(launchers.size()), std::ceil(cgroup_limits().processors));
+    if (world.launcher != "mpirun" || double(taken.size()) >= usable) return "";
+    return format_text(
+        "mpirun binds ranks to processors and leaves %.0f of this machine's %.0f idle: mpirun --bind-to none",
+        usable - double(taken.size()), usable);
+}
+
 // The device of this rank. All ranks ask.
 template <class World>
 Device choose_device(const MachineConfig& c, const World& world, const GpuSearch& gpus) {
     Device d = device_of(c, threads_of_rank(world), gpus, world.rank == 0);
     if (d.gpu) d.gpu_number = world.local_rank % gpus.count;
+    d.idle = idle_processors(world);
     require_same_kind_of_device(d, world);
     return d;
 }
@@ -215,7 +236,7 @@ GradientPath choose_path(World& world, const EngineInfo& engine, const std::stri
                                       world.size, world.launcher.c_str(), world.size),
                           2);
     if (gpu.empty()) return {false, "by MPI"};
-    const std::vector<std::string> all = world.gather(world.host + " " + bus);
+    const std::vector<std::string> all = world.gather(world.machine + " " + bus);
     std::map<std::string, int> ranks_on;
     for (const std::string& place : all) ranks_on[place]++;
     world.device_sharers = ranks_on[all[size_t(world.rank)]];

@@ -7,7 +7,7 @@
 #include <cstring>
 #include <string>
 
-#include "../base/util.h"
+#include "../base/machine.h"
 
 struct Launch {
     std::string launcher = "one process";  // as a run's first line names it
@@ -44,15 +44,17 @@ inline const char* started_by_mpi() {
 // of the numbers at the top of the range that Slurm keeps for batch, interactive and external steps.
 inline bool is_slurm_task() { return read_number("SLURM_STEP_ID", 0, 0xffffffffll, 0xffffffffll) < 0xfffffff0ll; }
 
-// The rank by whatever variable there is, before anybody knows more: of a refusal that all ranks share, rank 0 prints
-// the line and the others end without a word.
+// The rank by whatever variable there is, before anybody knows more. Rank 0 prints a refusal at once, and a launcher
+// ends the others meanwhile; those that nobody ends print theirs.
 inline int rank_in_environment() {
     for (const char* variable : {"PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "RANK", "SLURM_PROCID"})
         if (const char* text = std::getenv(variable)) return std::atoi(text);
     return 0;
 }
 [[noreturn]] inline void refuse_launch(const std::string& text) {
-    throw Error(2, rank_in_environment() == 0 ? text : "");
+    const int rank = rank_in_environment();
+    if (rank > 0) usleep(2000000);
+    throw Error(2, rank > 0 ? format_text("rank %d on %s: %s", rank, host_name().c_str(), text.c_str()) : text);
 }
 
 // RANK and WORLD_SIZE, as torchrun and hand-written loops set them. False if they are not set.
@@ -145,13 +147,15 @@ inline Launch read_launch(const std::string& mpi, int argc = 0, char** argv = nu
     Launch launch;
     launch.mpi = mpi;
     if (const char* variable = started_by_mpi()) {
-        launch.launcher = is_slurm_task() ? "srun" : "mpirun";
+        // inside of a job mpirun's ranks (MPICH's and Intel's, Open MPI's) have Slurm's variables too
+        const bool mpirun = std::getenv("MPI_LOCALNRANKS") || std::getenv("OMPI_COMM_WORLD_SIZE");
+        launch.launcher = !mpirun && is_slurm_task() ? "srun" : "mpirun";
         const bool says_size = std::strcmp(variable, "PMIX_RANK") != 0;
         launch.size = read_number(says_size ? variable : "SLURM_NTASKS", 1, 1 << 20, 0);  // 0: not said
         launch.by_mpi = launch.size != 1 && !mpi.empty();
         if (launch.size == 1 || launch.by_mpi) return launch;
         // Without MPI srun's own variables say the same and are enough.
-        if (!read_slurm_variables(launch))
+        if (mpirun || !read_slurm_variables(launch))
             refuse_launch(
                 format_text("this binary was built without MPI and would run as %d independent copies under mpirun; "
                             "hint: make deps && make train_nsa, or start it without mpirun",

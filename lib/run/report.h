@@ -97,6 +97,7 @@ void print_run(const TrainConfig& c, const std::set<std::string>& given, const W
     std::printf("device: %s, because %s; %s (%s), %d on %s, %s each\n", model.dev.describe().c_str(),
                 device.reason.c_str(), counted(world.size, "rank").c_str(), world.launcher.c_str(), world.local_size,
                 world.host.c_str(), counted(device.threads, "CPU thread").c_str());
+    if (!device.idle.empty()) std::printf("        %s\n", device.idle.c_str());
     print_run_ranks(c, world, reducer, model.partition);
     std::printf("model:  %s, %lld parameters (%s, width %lld, %s attention), %s\n", c.model.c_str(),
                 (long long)model.table.parameters, counted(c.layers, "layer").c_str(), (long long)c.dim,

@@ -48,8 +48,7 @@ class Watchdog {
         return ranks > 1 && (in_collective || (p && !std::strncmp(p, "waiting for the other", 21)));
     }
 
-    // The end must not hang either, on a stderr that takes nothing, a lock that the main thread holds or a disk. A line
-    // of the heartbeats has the same where nobody reads stderr.
+    // The end must not hang either: on a stderr that takes nothing, on a lock that the main thread holds, on a disk.
     [[noreturn]] void report_and_end(const std::string& line, bool with_stack) {
         std::signal(SIGALRM, [](int) { _exit(1); });
         alarm(10);

@@ -241,7 +241,7 @@ TEST(ddp_launch_variables) {
            {"TORCHELASTIC_RUN_ID", "r7"}},
           "RANK/WORLD_SIZE rank 1 of 2 local -1 of -1 at n1:778 run 'r7'");
 
-    // mpirun: what MPI sees counts; without MPI it is refused, by rank 0 alone.
+    // mpirun: what MPI sees counts; without MPI it is refused, by rank 0 at once.
     for (const ranks::Variables& by : {ranks::Variables{{"PMI_SIZE", "4"}, {"PMI_RANK", "0"}},
                                        ranks::Variables{{"OMPI_COMM_WORLD_SIZE", "4"}, {"PMIX_RANK", "0"}}}) {
         reads(by, "mpirun MPI rank 0 of 4 local -1 of -1 at :0 run ''", "MPICH Version: 4.0");
@@ -251,7 +251,8 @@ TEST(ddp_launch_variables) {
     processes.start({{"PMI_SIZE", "4"}, {"PMI_RANK", "3"}}, [&] { return print_launch(""); });
     processes.wait();
     CHECK_EQUAL(processes.ended.back().status, 2);
-    CHECK_EQUAL(processes.ended.back().err, std::string("error: \n"));  // main prints no empty text
+    CHECK(processes.ended.back().seconds > 1);
+    CHECK(processes.ended.back().err.find("error: rank 3 on " + host_name()) == 0);
 
     // srun with a PMI and without one.
     const ranks::Variables slurm = {{"SLURM_STEP_ID", "2"}, {"SLURM_JOB_ID", "100"}, {"SLURM_NTASKS", "4"},
@@ -486,6 +487,7 @@ TEST(ddp_a_stalled_rank_shows_its_stack) {
     CHECK(err.find("at step 5 in 'backward' (--stall-timeout 2); the stack of its main thread:\n") !=
           std::string::npos);
     check_stack(err);
+    CHECK_EQUAL(parse_json(last_line(heartbeat(1)), "a heartbeat").string("text", "a heartbeat"), err);
     for (const size_t waiting : {0, 2}) {
         CHECK(processes.ended[waiting].seconds > processes.ended[1].seconds + 1);
         ranks::check_line(processes.ended[waiting], 1,

@@ -80,8 +80,89 @@ TEST(launch_collectives_over_mpi) {
     CHECK_EQUAL(ranks::count_of(r.out, "1 passed, 0 failed"), size_t(4));
 }
 
+// One that ends before MPI_Init, or is stopped there, keeps the others waiting, but not for ever: they end, with a
+// line.
+TEST(launch_of_ranks_that_never_come) {
+    using namespace program;
+    if (std::getenv("NSA_TEST_RANK")) {
+        World world(read_launch(mpi_name()), 2);
+        CHECK(false);  // it has come together with nobody
+        return;
+    }
+    const std::string mpirun = find_mpirun("ranks that never come");
+    if (mpirun.empty()) return;
+    for (const Words& other : {Words{"/bin/false"}, Words{"/bin/sh", "-c", "kill -STOP $$"}, Words{"/bin/sleep", "60"}})
+        for (const bool first : {true, false}) {
+            Start start;
+            start.environment.push_back("NSA_TEST_RANK=1");
+            start.seconds = 30;
+            const Words one = {"-np", "1"};
+            const Words self = joined(one, {std::filesystem::read_symlink("/proc/self/exe").string(), "--only",
+                                            "launch_of_ranks_that_never_come"});
+            const Words words = first ? joined(joined(self, {":", "-np", "1"}), other)
+                                      : joined(joined(joined(one, other), {":"}), self);
+            const Result r = execute(joined({mpirun}, words), start);
+            CHECK(r.status != 0 && r.status != 1000);
+            const std::string name = format_text("train_nsa: error: rank %d on %s", first ? 0 : 1, host_name().c_str());
+            CHECK(r.err.find(name) != std::string::npos);
+        }
+}
+
+// Two ranks whose --out is one name and two folders, as on two hosts without a network file system.
+TEST(launch_without_a_shared_folder) {
+    using namespace program;
+    const std::string mpirun = find_mpirun("ranks that share no folder");
+    if (mpirun.empty()) return;
+    TempFolder folder;
+    for (const char* host : {"host1", "host2"}) make_folders(folder.file(host));
+    const Words run = joined({path()}, small_words({{"batch", "1"}, {"out", "run"}}));
+    const auto on = [&](const char* host) {
+        return joined({"-np", "1", "/bin/sh", "-c", "cd \"$0\" && exec \"$@\"", folder.file(host)}, run);
+    };
+    const Result r = execute(joined(joined(joined({mpirun}, on("host1")), {":"}), on("host2")));
+    CHECK(r.status != 0 && r.status != 1000);
+    CHECK(r.err.find("error: rank 1: --out run on " + host_name()) != std::string::npos);
+    CHECK(newest_checkpoint(folder.file("host1/run")).empty() && !file_exists(folder.file("host2/run")));
+    CHECK_EQUAL(execute(joined(joined(joined({mpirun}, on("host1")), {":"}), on("host1"))).status, 0);
+}
+
+// In a Slurm job too, mpirun is mpirun, and srun is srun.
+TEST(launch_says_who_started_it) {
+    struct {
+        std::vector<const char*> variables;
+        const char* launcher;
+    } const cases[] = {{{"PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS"}, "mpirun"},
+                       {{"PMI_SIZE", "PMI_RANK"}, "srun"},
+                       {{"OMPI_COMM_WORLD_SIZE", "PMIX_RANK"}, "mpirun"},
+                       {{"PMIX_RANK", "SLURM_NTASKS"}, "srun"}};
+    for (const auto& c : cases) {
+        setenv("SLURM_STEP_ID", "0", 1);
+        for (const char* variable : c.variables) setenv(variable, "2", 1);
+        const Launch launch = read_launch("MPICH Version: 4.0.2");
+        for (const char* variable : c.variables) unsetenv(variable);
+        unsetenv("SLURM_STEP_ID");
+        CHECK_EQUAL(launch.launcher, std::string(c.launcher));
+        CHECK_EQUAL(launch.size, 2);
+    }
+}
+
+// Bound to one processor, as Open MPI does it by default, a run says what is left idle.
+TEST(launch_bound_to_a_processor_says_so) {
+    using namespace program;
+    const std::string mpirun = find_mpirun("a rank bound to a processor");
+    if (mpirun.empty() || usable_processors() < 2) return;
+    TempFolder folder;
+    for (const bool bound : {true, false}) {
+        const Words words = joined(joined({mpirun, "-np", "1"}, bound ? Words{"/usr/bin/taskset", "-c", "0"} : Words{}),
+                                   joined({path()}, small_words({{"out", folder.file("run")}})));
+        const Result r = execute(words);
+        CHECK_EQUAL(r.status, 0);
+        CHECK_EQUAL(r.out.find("--bind-to none") != std::string::npos, bound);
+    }
+}
+
 // Ranks on CPUs sum gradients by MPI alone. What is refused leaves nothing behind and waits for nobody, and rank 0
-// alone says it.
+// says it at once; a rank that nobody ends says it later.
 TEST(launch_of_cpu_ranks_needs_mpirun) {
     using namespace launches;
     TempFolder folder;
@@ -92,7 +173,7 @@ TEST(launch_of_cpu_ranks_needs_mpirun) {
         CHECK_EQUAL(r.status, 2);
         CHECK(r.seconds < 10);
         if (rank == 0) CHECK_REFUSED(r, 2, "mpirun");
-        else CHECK_EQUAL(r.err, std::string());
+        else CHECK_REFUSED(r, 2, "rank 1 on " + host_name(), "mpirun");
     }
     CHECK_EQUAL(glob_files(folder.file("*")).size(), 0u);
 }
