@@ -1246,7 +1246,8 @@ int main(int argc, char** argv) {
     std::unique_ptr<World> world;
     const int status = report_errors<World>(nullptr, [&] {
         take_stop_signals();
-        world = std::make_unique<World>(read_launch(mpi_name(), argc, argv));
+        const bool alone = is_for_one_process(argc, argv, started_by_mpi());
+        world = std::make_unique<World>(alone ? Launch() : read_launch(mpi_name(), argc, argv));
         return 0;
     });
     if (status) return status;

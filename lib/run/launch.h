@@ -41,8 +41,14 @@ inline const char* started_by_mpi() {
 }
 
 // A task of srun. A shell of sbatch or salloc has the job's variables too, but is one process: it has no step, or one
-// of the numbers at the top of the range that Slurm keeps for batch, interactive and external steps.
-inline bool is_slurm_task() { return read_number("SLURM_STEP_ID", 0, 0xffffffffll, 0xffffffffll) < 0xfffffff0ll; }
+// of the numbers at the top of the range that Slurm keeps for batch, interactive and external steps. Nor has a shell
+// that keeps something of its own under this name.
+inline bool is_slurm_task() {
+    const char* const step = std::getenv("SLURM_STEP_ID");
+    char* end = nullptr;
+    return step && std::isdigit(static_cast<unsigned char>(*step)) && std::strtoull(step, &end, 10) < 0xfffffff0ull &&
+           !*end;
+}
 
 // The rank by whatever variable there is, before anybody knows more. Rank 0 prints a refusal at once, and a launcher
 // ends the others meanwhile; those that nobody ends print theirs.
@@ -78,8 +84,9 @@ inline bool read_rank_variables(Launch& launch) {
 
 // srun's own variables. False if this is no task of srun, or the only one.
 inline bool read_slurm_variables(Launch& launch) {
+    if (!is_slurm_task()) return false;
     const int size = read_number("SLURM_NTASKS", 1, 4096, 1);
-    if (!is_slurm_task() || size == 1) return false;
+    if (size == 1) return false;
     launch.launcher = "srun";
     launch.size = size;
     launch.rank = read_number("SLURM_PROCID", 0, 1 << 30, -1);

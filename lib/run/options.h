@@ -17,6 +17,7 @@
 #include "../data/data_sets.h"
 #include "../data/tokenize.h"
 #include "../data/vocabulary.h"
+#include "../base/background.h"
 #include "../base/gpu_search.h"
 #include "../base/files.h"
 #include "../base/util.h"
@@ -649,6 +650,17 @@ inline Config parse_options(int argc, const char* const* argv, std::set<std::str
             fail_usage("--%s is no option of '%s' (./train_nsa %s --help lists its options)", name.c_str(),
                        c.verb.c_str(), c.verb.c_str());
         const bool several = o->list || (verb == REPORT && name == "from");  // runs to be laid over each other
+// Is this command line for one process alone, whatever a shell of a cluster has in its environment? Only mpirun starts
+// several of these, which are refused.
+inline bool is_for_one_process(int argc, const char* const* argv, bool by_mpirun) {
+    Config c;
+    int at;
+    Verb verb = TRAIN;
+    error_of([&] { verb = read_verb(argc, argv, c, at); });
+    const auto prints = [](const std::string& word) { return is_choice(word, "-h|--help|--version"); };
+    return c.help || std::any_of(argv + std::min(1, argc), argv + argc, prints) || (!(verb & (TRAIN | EVAL)) && !by_mpirun);
+}
+
         if (!given.insert(name).second && (o->list || !several)) fail_usage("--%s is given twice", name.c_str());
         option = name;
         if (o->flag && equals == std::string::npos) {

@@ -196,6 +196,28 @@ TEST(run_refuses_to_be_independent_copies) {
     CHECK_EQUAL(glob_files(folder.file("*")).size(), 0u);
 }
 
+// What a cluster's shell has in its environment is nothing to what is one process.
+TEST(run_verbs_of_one_process_ignore_launchers) {
+    using namespace program;
+    TempFolder folder;
+    write_file(folder.file("a.txt"), "words");
+    size_t runs = 0;
+    for (const char* variable : {"SLURM_NTASKS=8192", "SLURM_NTASKS=", "SLURM_STEP_ID=abc", "WORLD_SIZE=8", "RANK=1",
+                                 "RANK=", "LOCAL_RANK=x"}) {
+        Start start;
+        start.environment = {variable};
+        if (runs % 2) start.environment.push_back("SLURM_NTASKS=many");
+        for (const Words& words : {Words{"--version"}, {"train", "--help"}, {"help", "eval"}})
+            REQUIRE_GOOD(run(words, start));
+        REQUIRE_GOOD(run({"tokenize", "--tokenizer", "bytes", "--in", folder.file("a.txt"), "--out",
+                          folder.file("t" + std::to_string(runs++))},
+                         start));
+    }
+    Start start;
+    start.environment = {"SLURM_NTASKS=8192"};
+    REQUIRE_GOOD(train({{"out", folder.file("run")}, {"steps", "1"}}, start));
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // From a text to a sample.
 

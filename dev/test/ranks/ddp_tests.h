@@ -277,6 +277,8 @@ TEST(ddp_launch_variables) {
         reads(with("SLURM_STEP_ID", nullptr), alone, mpi);
         reads(with("SLURM_STEP_ID", "4294967290"), alone, mpi);  // the interactive step of salloc
         reads(with("SLURM_NTASKS", "1"), alone, mpi);
+        for (const char* tasks : {"8192", "", "x"}) reads({{"SLURM_NTASKS", tasks}}, alone, mpi);  // of a whole job
+        for (const char* step : {"abc", "", "-1", "4294967295"}) reads(with("SLURM_STEP_ID", step), alone, mpi);
     }
 
     refused({{"RANK", "0"}}, "WORLD_SIZE is not");
