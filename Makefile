@@ -91,9 +91,9 @@ HOST_LINK := $(LINK)
 HOST_LIBS := $(LIBS)
 include lib/cuda/gpu.mk
 $(call kept,$(BUILD)/command,$(COMPILE) $(LIBS) $(LDFLAGS))
-# For --version: of CHANGELOG.md and, in a clone, of git.
+# For --version: of CHANGELOG.md and, in a clone, of git; not of another repository that this folder lies in.
 VERSION := $(shell sed -n 's/^[[:punct:]]\{2\} \([0-9][0-9.]*\).*/\1/p' CHANGELOG.md 2>/dev/null | head -1)$(shell \
-  git describe --always --dirty 2>/dev/null | sed 's/^/-/')
+  git --git-dir=.git --work-tree=. describe --always --dirty 2>/dev/null | sed 's/^/-/')
 $(call kept,$(BUILD)/version,$(VERSION))
 
 line = $(if $(wildcard $(BUILD)/config.mk),$(info $(if $(HAVE_$(1)),✓ $(2)  $(3),✗ $(2)  $(if \

@@ -6,8 +6,14 @@ set -euo pipefail
 case ${1:-} in -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
 cd "$(dirname "$0")/.."
 out=${OUT:-build/demo}
+# Only what an earlier demo wrote is removed.
+if [ -n "$(ls -A "$out" 2>/dev/null)" ] && [ ! -e "$out/.made_by_demo" ]; then
+    echo "demo: $out is not empty and was not made by the demo: name another folder in OUT, or remove this one" >&2
+    exit 1
+fi
 rm -rf "$out"
 mkdir -p "$out"
+touch "$out/.made_by_demo"
 if [ -n "${TEXT:-}" ]; then
     text=(--in "$TEXT")
 else
@@ -21,9 +27,9 @@ else
     text=(--in "$out/sources.txt" --split-documents '\0')
 fi
 run() {
-    local word line="${PROGRAM:-./train_nsa}"
+    local word quote="'" line="${PROGRAM:-./train_nsa}"
     for word; do
-        case $word in *[!-A-Za-z0-9_./]*) line="$line '$word'" ;; *) line="$line $word" ;; esac
+        case $word in *[!-A-Za-z0-9_./]*) line="$line '${word//$quote/$quote\\$quote$quote}'" ;; *) line="$line $word" ;; esac
     done
     printf '\n$ %s\n' "$line"
     "${PROGRAM:-./train_nsa}" "$@"

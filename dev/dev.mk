@@ -97,7 +97,7 @@ goldens: train_nsa
 
 # From one text to a model of one's own, see dev/demo.sh; TEXT and STEPS are optional.
 demo: train_nsa
-	@TEXT='$(TEXT)' STEPS='$(STEPS)' OUT='$(BUILD)/demo' dev/demo.sh
+	@TEXT=$(call quoted,$(value TEXT)) STEPS=$(call quoted,$(STEPS)) OUT='$(BUILD)/demo' dev/demo.sh
 
 # The attention kernels from the plainest to the trainer's: times on a GPU; without one, in emulation, that they agree.
 .PHONY: ladder

@@ -593,6 +593,38 @@ TEST_LONG(script_demo_goes_from_a_text_to_a_sample) {
     }
 }
 
+// A folder that somebody else filled stays as it is, and its own is made anew; apostrophes are quoted.
+TEST(script_demo_empties_no_folder_of_others) {
+    TempFolder folder;
+    const std::string out = folder.file("precious"), text = folder.file("Alice's $book.txt");
+    make_folders(out);
+    write_file(out + "/thesis.txt", "years");
+    write_file(text, "text");
+    const auto demo = [&](const std::string& to) {
+        program::Start start;
+        start.environment = {"TEXT=" + text, "OUT=" + to, "PROGRAM=/bin/true"};
+        return program::execute({"/bin/bash", std::filesystem::absolute("dev/demo.sh")}, start);
+    };
+    const auto refused = demo(out);
+    CHECK_EQUAL(refused.status, 1);
+    CHECK(refused.err.find(out) != std::string::npos);
+    CHECK_EQUAL(read_file(out + "/thesis.txt"), std::string("years"));
+    for (int again = 0; again < 2; again++) {
+        const auto r = demo(folder.file("own"));
+        CHECK_EQUAL(r.status, 0);
+        CHECK(r.out.find(" --in " + shell_word(text)) != std::string::npos);
+    }
+    const auto made = program::execute({"/usr/bin/make", "-sn", "-f", "-", "demo", "TEXT=" + text, "BUILD=build"}, [&] {
+        program::Start start;
+        write_file(folder.file("makefile"),
+                   "quoted = '$(subst ','\\'',$(1))'\n.PHONY: train_nsa\ntrain_nsa:;\n"
+                   "include dev/dev.mk\n");
+        start.input = folder.file("makefile");
+        return start;
+    }());
+    CHECK(made.out.find("TEXT=" + shell_word(text) + " ") != std::string::npos);
+}
+
 // `make deps` on Ubuntu 24.04, whose MPICH is no use, with and without it.
 TEST(script_deps_tells_of_the_mpich_that_starts_every_rank_alone) {
     script_tests::Machine machine;
