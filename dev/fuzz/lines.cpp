@@ -46,7 +46,7 @@ static Outcome outcome(const std::string& path, bool jsonl, const std::string& s
     o.error = refusal([&] {
         TextInput input;
         input.path = path;
-        TextFile text(input);
+        TextFile text(input, "tokenize --in");
         if (jsonl) read_jsonl(text, "text", block_bytes, use);
         else read_text(text, separator, block_bytes, tokenizer.pre_tokenizer, use);
     });

@@ -228,7 +228,7 @@ void train_vocabulary(TokenizeOptions options) {
     while (options.out.size() > 1 && options.out.back() == '/') options.out.pop_back();
     require_empty_folder(options.out, "vocabulary");
     const std::string separator = read_separator(options.split_documents);
-    const TextInputs inputs(options.in);
+    const TextInputs inputs(options.in, "vocabulary", options.skip_bad);
     WordCounter<PreTokenizer> counter;
     size_t documents = 0;
     const TokenizeCounts read = encode_files("vocabulary", options, inputs, separator, counter,
@@ -264,5 +264,5 @@ void train_vocabulary(TokenizeOptions options) {
     std::printf("vocabulary: 256 bytes + %zu merges + end-of-text = %zu tokens in %s/vocab.bpe and encoder.json\n",
                 bpe.merged.size(), size, printable(options.out).c_str());
     std::printf("next: give --tokenizer gpt2 --vocab-dir %s to tokenize and to the training\n",
-                printable(options.out).c_str());
+                shell_word(options.out).c_str());
 }

@@ -14,6 +14,7 @@
 
 #include "../base/json.h"
 #include "../base/files.h"
+#include "text_input.h"
 #include "vocabulary.h"
 
 // One ending behind its context.
@@ -223,6 +224,7 @@ inline ChoiceTask read_choices_of_llmc(const std::string& file, const std::strin
 template <class Tokenizer>
 ChoiceTask read_choices(const std::string& file, const Tokenizer* tokenizer, int vocab_size, size_t seq_len) {
     const std::string bytes = read_file(file);
+    refuse_no_text(file, bytes.substr(0, 256), "");
     constexpr int32_t magic = 20240522;
     ChoiceTask task;
     if (bytes.size() >= 4 && !std::memcmp(bytes.data(), &magic, 4)) {

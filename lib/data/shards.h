@@ -10,6 +10,7 @@
 #include <sys/file.h>
 
 #include "../base/files.h"
+#include "text_input.h"
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "shards are little endian and are used in place");
 
@@ -200,6 +201,10 @@ inline std::vector<std::string> shard_files(const std::string& pattern, const st
             "%s: no file matches '%s': make shards with ./train_nsa tokenize or data/fetch_shards.sh, and quote the "
             "pattern",
             option.c_str(), pattern.c_str());
+    for (const std::string& file : files)
+        if (file_exists(file + "/."))
+            fail("%s: %s is a folder: give its shards by a pattern, as in %s '%s/*_%s_*.bin'", option.c_str(),
+                 file.c_str(), option.c_str(), file.c_str(), option == "--data" ? "train" : "val");
     return files;
 }
 
@@ -227,6 +232,8 @@ inline std::string name_foreign_format(const std::string& head) {
         return format_text("a file of llm.c of another kind, number %d; token shards have %d and 16-bit tokens: ",
                            magic, SHARD_MAGIC) +
                tokenize;
+    if (const ForeignKind* const kind = foreign_by_bytes(head))
+        return format_text("%s: %s", kind->name, *kind->program ? "unpack it first" : tokenize.c_str());
     const auto is_text = [](unsigned char c) { return c >= ' ' || (c >= '\t' && c <= '\r'); };
     if (std::all_of(head.begin(), head.end(), is_text)) return "text, not tokens: " + tokenize;
     return "no token shard: its first number is " + std::to_string(magic) + ", expected " +

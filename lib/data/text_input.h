@@ -6,6 +6,8 @@
 #include <map>
 #include <set>
 
+#include <strings.h>
+
 #include "../base/files.h"
 
 struct TextInput {
@@ -18,10 +20,11 @@ struct TextInput {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Which files.
+// What is text.
 
+// Whatever the case of the letters.
 inline bool has_ending(const std::string& name, const std::string& ending) {
-    return name.size() >= ending.size() && name.compare(name.size() - ending.size(), ending.size(), ending) == 0;
+    return name.size() >= ending.size() && !strcasecmp(name.c_str() + name.size() - ending.size(), ending.c_str());
 }
 
 // A pipe may never begin and a device never end, so they are read only where the user says so by a -.
@@ -33,107 +36,59 @@ inline uint64_t text_file_size(const std::string& path) {
 
 constexpr const char* TEXT_ENDINGS = ".txt or .jsonl";
 
-// Programs that unpack do it better than we would.
-[[noreturn]] inline void fail_packed(const TextInput& input, bool gzip) {
-    fail("%s is compressed by %s: unpack it on the way, as in: %s %s | ./train_nsa tokenize --in - ...",
-         input.name().c_str(), gzip ? "gzip" : "zstd", gzip ? "zcat" : "zstdcat",
-         input.is_stdin ? "FILE" : input.path.c_str());
-}
-
-// Is this the name of a text file, whatever the case of its letters? What the name says goes into *input. A text that
-// is compressed is no file to be passed over in silence.
-inline bool is_text_name(const std::string& path, TextInput* input) {
-    std::string name = path;
-    for (char& c : name) c = c >= 'A' && c <= 'Z' ? char(c - 'A' + 'a') : c;
-    for (const char* packed : {".txt.gz", ".jsonl.gz", ".txt.zst", ".jsonl.zst"})
-        if (has_ending(name, packed)) {
-            input->path = path;
-            fail_packed(*input, has_ending(name, ".gz"));
-        }
-    input->path = path;
-    input->is_jsonl = has_ending(name, ".jsonl");
-    return input->is_jsonl || has_ending(name, ".txt");
-}
-
-// The files that the words of --in stand for: files in their order, those of a folder or a pattern by name.
-class TextInputs {
-  public:
-    std::vector<TextInput> files;
-    std::vector<std::string> passed_over;  // files of a folder or pattern that are no text by their name
-
-    explicit TextInputs(const std::vector<std::string>& words) {
-        for (const std::string& word : words) {
-            if (word == "-") add_stdin();
-            else if (is_folder(word)) add_folder(word);
-            else if (file_exists(word) || word.find_first_of("*?[") == std::string::npos) add_file(word, true);
-            else add_pattern(word);
-        }
-    }
-    // 0 where it is not known.
-    uint64_t bytes() const {
-        uint64_t sum = 0;
-        for (const TextInput& file : files) {
-            if (file.is_stdin) return 0;
-            sum += file.bytes;
-        }
-        return sum;
-    }
-
-  private:
-    static bool is_folder(const std::string& path) {
-        struct stat s;
-        return stat(path.c_str(), &s) == 0 && S_ISDIR(s.st_mode);
-    }
-
-    std::map<FileIdentity, std::string> seen;
-
-    void add_stdin() {
-        for (const TextInput& file : files)
-            if (file.is_stdin) fail_usage("--in names stdin twice, which can be read once");
-        files.emplace_back();
-        files.back().is_stdin = true;
-    }
-    void add_file(const std::string& path, bool must_be_text) {
-        TextInput input;
-        const bool is_text = is_text_name(path, &input);
-        if (!is_text && !must_be_text) return passed_over.push_back(path);
-        input.bytes = text_file_size(path);
-        if (!is_text) fail_usage("--in %s: expected a file that ends in %s", path.c_str(), TEXT_ENDINGS);
-        const auto [same, is_new] = seen.emplace(file_identity(path), path);
-        if (!is_new)
-            fail_usage("--in names the file %s twice%s: its text would count twice", path.c_str(),
-                       same->second == path ? "" : (", here and as " + same->second).c_str());
-        files.push_back(input);
-    }
-    // All files in it and below, but not what is hidden by a dot, and no folder that is a link.
-    void add_folder(const std::string& folder) {
-        std::set<std::string> paths;
-        std::error_code error;
-        for (auto at = std::filesystem::recursive_directory_iterator(folder, error);
-             !error && at != std::filesystem::end(at); at.increment(error)) {
-            const std::string path = at->path().string();
-            if (at->path().filename().string()[0] == '.') at.disable_recursion_pending();
-            else if (!is_folder(path)) paths.insert(path);
-            else if (std::filesystem::is_symlink(path)) passed_over.push_back(path);
-        }
-        if (error) fail("--in %s: cannot list the folder: %s", folder.c_str(), error.message().c_str());
-        const size_t before = files.size();
-        for (const std::string& path : paths) add_file(path, false);
-        if (files.size() == before)
-            fail_usage("--in %s: no file in this folder or below ends in %s", folder.c_str(), TEXT_ENDINGS);
-    }
-    void add_pattern(const std::string& pattern) {
-        const std::vector<std::string> paths = glob_files(pattern);
-        const size_t before = files.size();
-        for (const std::string& path : paths) {
-            if (is_folder(path)) add_folder(path);
-            else add_file(path, false);
-        }
-        if (files.size() == before)
-            fail("--in %s: no file %s", pattern.c_str(),
-                 paths.empty() ? "matches this pattern" : (std::string("among them ends in ") + TEXT_ENDINGS).c_str());
-    }
+// Files that are no text yet, by the endings of their names and by their first bytes, and the program that makes text
+// of them, which does it better than we would.
+struct ForeignKind {
+    const char *ending, *beginning, *name, *program;
 };
+constexpr ForeignKind FOREIGN_KINDS[] = {{".gz", "\x1f\x8b", "compressed by gzip", "zcat"},
+                                         {".zst", "\x28\xb5\x2f\xfd", "compressed by zstd", "zstdcat"},
+                                         {".xz", "\xfd\x37zXZ", "compressed by xz", "xzcat"},
+                                         {".bz2", "BZh91AY&SY", "compressed by bzip2", "bzcat"},
+                                         {".zip", "PK\x03\x04", "an archive of zip", "unzip -p"},
+                                         {".parquet", "PAR1\x15", "a table of Parquet", ""}};
+
+// Null for text, or what may be text.
+inline const ForeignKind* foreign_by_name(const std::string& path) {
+    for (const ForeignKind& kind : FOREIGN_KINDS)
+        if (has_ending(path, kind.ending)) return &kind;
+    return nullptr;
+}
+inline const ForeignKind* foreign_by_bytes(const std::string& first) {
+    for (const ForeignKind& kind : FOREIGN_KINDS)
+        if (first.compare(0, std::strlen(kind.beginning), kind.beginning) == 0) return &kind;
+    return nullptr;
+}
+
+// reader: the verb and the option that would read its text from stdin, as "tokenize --in"; "": none would.
+[[noreturn]] inline void fail_foreign(const std::string& path, const ForeignKind& kind, const std::string& reader) {
+    const std::string file = path.empty() ? "FILE" : shell_word(path), what = path.empty() ? "stdin" : path;
+    if (!*kind.program)
+        fail("%s is %s: make text of it: data/parquet_to_jsonl.py %s NEW.jsonl", what.c_str(), kind.name, file.c_str());
+    if (reader.empty())
+        fail("%s is %s: unpack it first, as in: %s %s > NEW", what.c_str(), kind.name, kind.program, file.c_str());
+    fail("%s is %s: unpack it on the way, as in: %s %s | ./train_nsa %s - ...", what.c_str(), kind.name, kind.program,
+         file.c_str(), reader.c_str());
+}
+
+// The name that iconv has for UTF-16, known by its mark or, without one, by a NUL in many bytes of even or of odd
+// places and in no others; "" for everything else.
+inline std::string utf16_name(const std::string& first) {
+    if (first.compare(0, 2, "\xFF\xFE") == 0 || first.compare(0, 2, "\xFE\xFF") == 0) return "UTF-16";
+    size_t nul[2] = {0, 0};
+    for (size_t i = 0; i < first.size(); i++) nul[i % 2] += first[i] == 0;
+    if (std::min(nul[0], nul[1]) || 4 * std::max(nul[0], nul[1]) <= first.size() || first.size() < 8) return "";
+    return nul[0] ? "UTF-16BE" : "UTF-16LE";
+}
+
+// first: the bytes that a file begins with; path "": of stdin.
+inline void refuse_no_text(const std::string& path, const std::string& first, const std::string& reader) {
+    if (const ForeignKind* const kind = foreign_by_bytes(first)) fail_foreign(path, *kind, reader);
+    const std::string utf16 = utf16_name(first);
+    if (!utf16.empty())
+        fail("%s is UTF-16, expected UTF-8; convert it: iconv -f %s -t UTF-8 %s > NEW",
+             path.empty() ? "stdin" : path.c_str(), utf16.c_str(), path.empty() ? "FILE" : shell_word(path).c_str());
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Their bytes.
@@ -141,14 +96,13 @@ class TextInputs {
 // The bytes of one input.
 class ByteSource {
   public:
-    explicit ByteSource(const TextInput& text)
+    ByteSource(const TextInput& text, const std::string& reader)
         : name(text.name()), fd(text.is_stdin ? dup(STDIN_FILENO) : open(text.path.c_str(), O_RDONLY | O_CLOEXEC)) {
         if (fd < 0) fail("cannot open %s: %s", name.c_str(), std::strerror(errno));
         try {
-            first.resize(4);
-            first.resize(read_file(&first[0], 4));
-            const bool gzip = first.compare(0, 2, "\x1f\x8b") == 0;
-            if (gzip || first == "\x28\xb5\x2f\xfd") fail_packed(text, gzip);
+            first.resize(256);
+            first.resize(read_file(&first[0], first.size()));
+            refuse_no_text(text.path, first, reader);
         } catch (...) {
             close(fd);
             throw;
@@ -181,5 +135,145 @@ class ByteSource {
             got += size_t(some);
         }
         return got;
+    }
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Which files.
+
+// Whose text counts as one document each where they are named, alone or by a pattern; those of a folder are passed
+// over.
+constexpr const char* NAMED_ENDINGS[] = {".md", ".csv"};
+
+// The files that the words of --in stand for: files in their order, those of a folder or a pattern by name.
+class TextInputs {
+  public:
+    std::vector<TextInput> files;
+    std::vector<std::string> passed_over;  // files of a folder or pattern that are no text by their name
+    std::vector<std::string> bad;          // what lies wrong with each file that --skip-bad passed over
+
+    TextInputs(const std::vector<std::string>& words, const std::string& verb, bool skip_bad = false)
+        : reader(verb + " --in"), skips_bad(skip_bad) {
+        for (const std::string& word : words) {
+            if (word == "-") add_stdin();
+            else if (is_folder(word)) add_folder(word);
+            else if (file_exists(word) || word.find_first_of("*?[") == std::string::npos) add_file(word, true);
+            else add_pattern(word);
+        }
+    }
+    // 0 where it is not known.
+    uint64_t bytes() const {
+        uint64_t sum = 0;
+        for (const TextInput& file : files) {
+            if (file.is_stdin) return 0;
+            sum += file.bytes;
+        }
+        return sum;
+    }
+
+    // "2 .md, 1 .parquet (data/parquet_to_jsonl.py makes text of it)"
+    std::string kinds_passed_over() const {
+        std::map<std::string, size_t> counts;
+        for (const std::string& path : passed_over) counts[std::filesystem::path(path).extension().string()]++;
+        std::string text;
+        for (const auto& [ending, count] : counts) {
+            const ForeignKind* const kind = foreign_by_name(ending);
+            text += format_text("%s%zu %s", text.empty() ? "" : ", ", count,
+                                ending.empty() ? "without an ending" : ending.c_str());
+            if (kind)
+                text +=
+                    format_text(" (%s makes text of it)", *kind->program ? kind->program : "data/parquet_to_jsonl.py");
+            else if (is_named_ending(ending)) text += format_text(" (as text: --in '*%s')", ending.c_str());
+        }
+        return text;
+    }
+
+  private:
+    const std::string reader;
+    const bool skips_bad;
+    std::map<FileIdentity, std::string> seen;
+
+    static bool is_folder(const std::string& path) {
+        struct stat s;
+        return stat(path.c_str(), &s) == 0 && S_ISDIR(s.st_mode);
+    }
+    static bool is_named_ending(const std::string& path) {
+        return std::any_of(std::begin(NAMED_ENDINGS), std::end(NAMED_ENDINGS),
+                           [&](const char* ending) { return has_ending(path, ending); });
+    }
+    size_t found() const { return files.size() + bad.size(); }
+
+    // Something in a folder or a pattern cannot be read, or something that was named.
+    void take_bad(const std::string& text, int status, bool was_named) {
+        if (!skips_bad) throw Error(status, text + (was_named ? "" : "; --skip-bad passes over such files"));
+        bad.push_back(text);
+    }
+    void add_stdin() {
+        for (const TextInput& file : files)
+            if (file.is_stdin) fail_usage("--in names stdin twice, which can be read once");
+        files.emplace_back();
+        files.back().is_stdin = true;
+    }
+    // A text that is compressed is no file to be passed over in silence.
+    void add_file(const std::string& path, bool was_named) {
+        TextInput input;
+        input.path = path;
+        input.is_jsonl = has_ending(path, ".jsonl");
+        const ForeignKind* const kind = foreign_by_name(path);
+        const auto is_text = [](const std::string& name) {
+            return has_ending(name, ".jsonl") || has_ending(name, ".txt");
+        };
+        const bool is_packed = kind && is_text(path.substr(0, path.size() - std::strlen(kind->ending)));
+        if (!was_named && !is_text(path) && !is_packed) return passed_over.push_back(path);
+        try {
+            input.bytes = text_file_size(path);
+            if (kind) fail_foreign(path, *kind, reader);
+            if (!is_text(path) && !is_named_ending(path))
+                fail_usage("--in %s: expected a file that ends in %s; any other as text: cat %s | ./train_nsa %s - ...",
+                           path.c_str(), TEXT_ENDINGS, shell_word(path).c_str(), reader.c_str());
+            const ByteSource probe(input, reader);  // better now than after hours
+        } catch (const Error& e) {
+            return take_bad(e.what(), e.status, was_named);
+        }
+        const auto [same, is_new] = seen.emplace(file_identity(path), path);
+        if (!is_new)
+            fail_usage("--in names the file %s twice%s: its text would count twice", path.c_str(),
+                       same->second == path ? "" : (", here and as " + same->second).c_str());
+        files.push_back(input);
+    }
+    // All files in it and below, but not what is hidden by a dot, and no folder that is a link.
+    void add_folder(const std::string& folder) {
+        std::set<std::string> paths;
+        std::error_code error;
+        const auto unreadable = [&](const std::string& path, const char* reason, bool was_named) {
+            take_bad(format_text("--in %s: cannot list the folder: %s", path.c_str(), reason), 1, was_named);
+        };
+        const size_t before = found();
+        for (auto at = std::filesystem::recursive_directory_iterator(folder, error);
+             !error && at != std::filesystem::end(at); at.increment(error)) {
+            const std::string path = at->path().string();
+            if (at->path().filename().string()[0] == '.') at.disable_recursion_pending();
+            else if (!is_folder(path)) paths.insert(path);
+            else if (std::filesystem::is_symlink(path)) passed_over.push_back(path);
+            else if (access(path.c_str(), R_OK | X_OK) != 0) {
+                unreadable(path, std::strerror(errno), false);
+                at.disable_recursion_pending();
+            }
+        }
+        if (error) unreadable(folder, error.message().c_str(), true);
+        for (const std::string& path : paths) add_file(path, false);
+        if (found() == before)
+            fail_usage("--in %s: no file in this folder or below ends in %s", folder.c_str(), TEXT_ENDINGS);
+    }
+    void add_pattern(const std::string& pattern) {
+        const std::vector<std::string> paths = glob_files(pattern);
+        const size_t before = found();
+        for (const std::string& path : paths) {
+            if (is_folder(path)) add_folder(path);
+            else add_file(path, is_named_ending(pattern) && file_exists(path));
+        }
+        if (found() == before)
+            fail("--in %s: no file %s", pattern.c_str(),
+                 paths.empty() ? "matches this pattern" : (std::string("among them ends in ") + TEXT_ENDINGS).c_str());
     }
 };

@@ -37,6 +37,7 @@ struct TokenizeConfig {
     std::string val_documents = "drawn";  // which: drawn by the seed, or last
     int64_t shard_tokens = 100000000;     // of one file
     int64_t size = 8192;                  // of vocabulary: all tokens, with the 256 bytes and end-of-text
+    bool skip_bad = false;                // what cannot be read is passed over and counted: files, lines of .jsonl
 };
 
 struct TokenizeOptions : TokenizeConfig {
@@ -116,6 +117,17 @@ struct Oddity {
     }
 };
 
+// How often something could not be read, and what the first was.
+struct BadLines {
+    uint64_t count = 0;
+    std::string first;
+
+    void add(const std::string& text, uint64_t times = 1) {
+        if (count == 0) first = text;
+        count += times;
+    }
+};
+
 struct TokenBlock {
     // Of a .txt: parts of `bytes`, each a document or a fragment of one.
     struct Part {
@@ -124,7 +136,7 @@ struct TokenBlock {
     };
     std::string bytes;  // of a .jsonl whole lines
     std::vector<Part> parts;
-    bool is_jsonl = false;
+    bool is_jsonl = false, skip_bad = false;
     std::string path, text_key;
     uint64_t first_line = 1, first_byte = 0;  // line number (from 1) and offset in the file of bytes[0]
     uint64_t bytes_before = 0;                // of all files, read before the end of this block
@@ -135,20 +147,29 @@ struct TokenBlock {
     uint64_t text_bytes = 0;        // in the documents
     Oddity invalid_utf8, nul;       // nul: bytes that have the id of end-of-text
     Oddity end_of_text;             // END_OF_TEXT as ordinary text; of a .txt its reader counts them
+    BadLines bad_lines;
     std::exception_ptr error;
     bool done = false;  // guarded by TokenizePool::mutex
 };
 
-// Calls use(text, its line's offset in the file) for every line of a .jsonl but blank ones.
-template <class Use>
-void for_each_text(const TokenBlock& block, Use use) {
+// Calls use(text, its line's offset in the file) for every line of a .jsonl but blank ones, and bad(error) for a line
+// without a text.
+template <class Use, class Bad>
+void for_each_text(const TokenBlock& block, Use use, Bad bad) {
     uint64_t number = block.first_line;
     for (size_t begin = 0, end; begin < block.bytes.size(); begin = end + 1) {
         end = std::min(block.bytes.find('\n', begin), block.bytes.size());
         const std::string json = block.bytes.substr(begin, end - begin);
         const std::string where = format_text("%s: line %llu", block.path.c_str(), (unsigned long long)number++);
         if (json.find_first_not_of(" \t\r") == std::string::npos) continue;
-        use(parse_json(json, where, block.first_byte + begin).string(block.text_key, where), block.first_byte + begin);
+        std::string text;
+        try {
+            text = parse_json(json, where, block.first_byte + begin).string(block.text_key, where);
+        } catch (const Error& e) {
+            bad(e);
+            continue;
+        }
+        use(text, block.first_byte + begin);
     }
 }
 
@@ -180,13 +201,17 @@ void encode_block(TokenBlock& block, Encoder& encoder) {
         encode(block.bytes.data() + part.begin, part.end - part.begin, part.begins_document);
     }
     if (!block.is_jsonl) return;
-    for_each_text(block, [&](const std::string& text, uint64_t byte) {
+    const auto use = [&](const std::string& text, uint64_t byte) {
         if (text.empty()) return;
         if (const uint64_t count = count_end_of_text(text)) block.end_of_text.add(block.path, byte, count);
         if (nul_is_end_of_text)
             if (const auto nuls = std::count(text.begin(), text.end(), '\0'))
                 block.nul.add(block.path, byte, uint64_t(nuls));
         encode(text.data(), text.size(), true);
+    };
+    for_each_text(block, use, [&](const Error& e) {
+        if (!block.skip_bad) fail("%s; --skip-bad passes over such lines", e.what());
+        block.bad_lines.add(e.what());
     });
 }
 
@@ -290,15 +315,11 @@ struct TextFile {
     uint64_t bytes = 0;  // that have been read
     size_t mark_bytes;   // of a byte order mark, which is skipped
 
-    explicit TextFile(const TextInput& input) : name(input.name()), source(input) {
+    // reader: see fail_foreign.
+    TextFile(const TextInput& input, const std::string& reader) : name(input.name()), source(input, reader) {
         rest.resize(3);
         rest.resize(source.read(&rest[0], 3));
         bytes = rest.size();
-        if (rest.compare(0, 2, "\xFF\xFE") == 0 || rest.compare(0, 2, "\xFE\xFF") == 0)
-            fail(
-                "%s: it begins with a byte order mark of UTF-16, expected UTF-8; convert it: iconv -f UTF-16 -t UTF-8 "
-                "FILE > NEW",
-                name.c_str());
         mark_bytes = rest == "\xEF\xBB\xBF" ? 3 : 0;
         rest.erase(0, mark_bytes);
     }
@@ -326,12 +347,12 @@ struct WholeText {
     bool is_jsonl;
     size_t mark_bytes;  // of a byte order mark, which is not in the text
 };
-inline WholeText whole_text(const std::string& path) {
+inline WholeText whole_text(const std::string& path, const std::string& reader) {
     TextInput input;
-    is_text_name(path, &input);
     input.is_stdin = path == "-";
-    if (!input.is_stdin) text_file_size(path);
-    TextFile file(input);
+    input.is_jsonl = has_ending(path, ".jsonl");
+    if (!input.is_stdin) text_file_size(input.path = path);
+    TextFile file(input, reader);
     while (!file.at_end) file.read_more(1 << 16);
     return {std::move(file.rest), input.is_jsonl, file.mark_bytes};
 }
@@ -341,8 +362,8 @@ struct Documents {
     std::vector<std::string> texts;
     bool is_jsonl;
 };
-inline Documents documents_of(const std::string& path) {
-    auto [text, is_jsonl, mark_bytes] = whole_text(path);
+inline Documents documents_of(const std::string& path, const std::string& reader) {
+    auto [text, is_jsonl, mark_bytes] = whole_text(path, reader);
     if (!is_jsonl) return {{std::move(text)}, false};
     Documents documents = {{}, true};
     TokenBlock block;
@@ -350,7 +371,9 @@ inline Documents documents_of(const std::string& path) {
     block.text_key = "text";
     block.first_byte = mark_bytes;
     block.bytes = std::move(text);
-    for_each_text(block, [&](const std::string& document, uint64_t) { documents.texts.push_back(document); });
+    for_each_text(
+        block, [&](const std::string& document, uint64_t) { documents.texts.push_back(document); },
+        [](const Error&) { throw; });
     return documents;
 }
 
@@ -555,6 +578,7 @@ struct TokenizeCounts {
     uint64_t bytes = 0, text_bytes = 0;  // of the files, in documents
     uint64_t text_files = 0, separators = 0, files_without_text = 0;
     Oddity invalid_utf8, nul, end_of_text;
+    BadLines bad_lines;
     double seconds = 0;
 };
 
@@ -573,13 +597,15 @@ TokenizeCounts encode_files(const char* verb, const TokenizeOptions& options, co
         counts.invalid_utf8.add(block->invalid_utf8);
         counts.nul.add(block->nul);
         counts.end_of_text.add(block->end_of_text);
+        counts.bad_lines.add(block->bad_lines.first, block->bad_lines.count);
     };
     for (const TextInput& input : inputs.files) {
-        TextFile file(input);
+        TextFile file(input, std::string(verb) + " --in");
         const uint64_t before = counts.bytes;
         const UseBlock use = [&](std::unique_ptr<TokenBlock> block) {
             while (pool.full()) take();
             block->bytes_before = before + file.bytes;
+            block->skip_bad = options.skip_bad;
             pool.hand_in(std::move(block));
         };
         const bool is_jsonl = input.is_jsonl || (input.is_stdin && file.begins_with_brace());
@@ -598,8 +624,16 @@ TokenizeCounts encode_files(const char* verb, const TokenizeOptions& options, co
 // One line each about what is no error and may not be meant.
 inline void warn_of_oddities(const TokenizeOptions& options, const TextInputs& inputs, const TokenizeCounts& counts) {
     if (!inputs.passed_over.empty())
-        complain(format_text("--in: passed over %zu that do not end in %s, or are links to folders; the first is %s",
-                             inputs.passed_over.size(), TEXT_ENDINGS, inputs.passed_over[0].c_str()));
+        complain(
+            format_text("--in: passed over %zu that do not end in %s, or are links to folders, by endings: %s; the "
+                        "first is %s",
+                        inputs.passed_over.size(), TEXT_ENDINGS, inputs.kinds_passed_over().c_str(),
+                        inputs.passed_over[0].c_str()));
+    if (!inputs.bad.empty() || counts.bad_lines.count)
+        complain(format_text("--skip-bad: passed over %s and %s of .jsonl; the first: %s",
+                             counted(int64_t(inputs.bad.size()), "file").c_str(),
+                             counted(int64_t(counts.bad_lines.count), "line").c_str(),
+                             (inputs.bad.empty() ? counts.bad_lines.first : inputs.bad[0]).c_str()));
     if (counts.files_without_text && counts.text_bytes)
         complain(format_text("--in: of %zu files %llu %s empty", inputs.files.size(),
                              (unsigned long long)counts.files_without_text,
@@ -668,9 +702,7 @@ template <class Tokenizer>
 void tokenize_files(const TokenizeOptions& options) {
     check_tokenize_options(options);
     const std::string separator = read_separator(options.split_documents);
-    const TextInputs inputs(options.in);
-    for (const TextInput& input : inputs.files)
-        if (!input.is_stdin) ByteSource probe(input);  // better now than after hours
+    const TextInputs inputs(options.in, "tokenize", options.skip_bad);
     const Tokenizer tokenizer = Tokenizer::open(options.tokenizer, options.vocab_dir);
     const PrefixLock lock(options.out);
     require_no_shards(options.out);  // another process may have written some since

@@ -60,7 +60,7 @@ class Inspection {
         require_output_file("json", c.json, INSPECTED_BEGINNING);
         if (c.text.size() != 1) fail_usage("inspect: --text is missing: one file of text, or - for stdin");
         const std::string& file = c.text[0];
-        const std::string text = whole_text(file).text;
+        const std::string text = whole_text(file, "inspect --text").text;
         warn_of_end_of_text(text, "--text " + file);
         take_tokens(tokenizer.encode(text), file);
         std::vector<std::string> bytes = {""};

@@ -314,6 +314,8 @@ static const Option OPTIONS[] = {
     {"shard-tokens", TOKENIZE, &TokenizeConfig::shard_tokens, "100000000", between(1, 2e9), "tokens per shard"},
     {"split-documents", TOKENIZE | VOCABULARY, &TokenizeConfig::split_documents, "", ANY,
      "text that separates documents inside a .txt"},
+    {"skip-bad", TOKENIZE | VOCABULARY, &TokenizeConfig::skip_bad, "off", ANY,
+     "pass over what cannot be read, files and lines of .jsonl, and say how many"},
     {"size", VOCABULARY, &TokenizeConfig::size, "8192", between(257, 65536),
      "tokens of the new vocabulary, with the 256 bytes and end-of-text"},
     {"help", EVERY_VERB, &Config::help, "off", ANY, "this text"},

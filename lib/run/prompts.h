@@ -44,7 +44,7 @@ inline std::vector<std::string> prompts_of(const SampleConfig& c) {
     if (!c.prompt.empty()) fail_usage("--prompt and --prompt-file: give one of them");
     std::vector<std::string> prompts;
     for (const std::string& path : c.prompt_file) {
-        Documents of_file = documents_of(path);
+        Documents of_file = documents_of(path, "sample --prompt-file");
         for (std::string& text : of_file.texts) {
             for (const char end : {'\n', '\r'})
                 if (!of_file.is_jsonl && !text.empty() && text.back() == end) text.pop_back();

@@ -29,25 +29,6 @@ inline std::string json_number(const char* format, double x) {
     return std::isfinite(x) ? format_text(format, x) : "null";
 }
 
-// A path as it can be pasted into a shell, and seen on a terminal: what a terminal would obey, and bytes that are no
-// UTF-8, take the $'\x1b' of bash and zsh.
-inline std::string shell_word(const std::string& path) {
-    if (printable(path) != path) {
-        std::string word = "$'";
-        for (const char c : path) {
-            if (c == '\'' || c == '\\') word += '\\';
-            word += uint8_t(c) >= ' ' && uint8_t(c) < 127 ? std::string(1, c) : format_text("\\x%02x", uint8_t(c));
-        }
-        return word + "'";
-    }
-    if (path.find_first_not_of("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-+=.,:/@%") ==
-        std::string::npos)
-        return path;
-    std::string word = "'";
-    for (char c : path) word += c == '\'' ? "'\\''" : std::string(1, c);
-    return word + "'";
-}
-
 // Of this process on the host.
 inline double peak_memory_mib() { return peak_resident_bytes() / (1 << 20); }
 

@@ -164,7 +164,7 @@ TokenSource text_source(const std::string& file, const Tokenizer& tokenizer, boo
     const Progress progress("reading " + file);
     std::vector<uint16_t> tokens;
     typename Tokenizer::Encoder encoder(tokenizer);
-    for (const std::string& document : documents_of(file).texts) {
+    for (const std::string& document : documents_of(file, "eval --text").texts) {
         if (document.empty()) continue;
         if (says) warn_of_end_of_text(document, "--text " + file);
         tokens.push_back(tokenizer.end_of_text);

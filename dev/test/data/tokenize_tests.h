@@ -244,14 +244,16 @@ TEST(tokenize_takes_folders_and_patterns) {
     CHECK_EQUAL(tokens({in + "/a.txt", in + "/d*"}), std::string("|four|five|six"));
     CHECK_EQUAL(tokens({in + "/*.[tT]*"}), std::string("|two|four"));
     CHECK_EQUAL(tokens({in + "/*"}), std::string("|two|three|four|five|six"));
-    CHECK_EQUAL(TextInputs({in}).passed_over.size(), 3u);  // README.md, Atxt, deep/up
+    CHECK_EQUAL(TextInputs({in}, "tokenize").passed_over.size(), 3u);  // README.md, Atxt, deep/up
     f.options.in = {f.folder.file("none")}, f.options.out = f.folder.file("refused");
     CHECK_FAILS(2, "no file in this folder or below ends in .txt or .jsonl", tokenize_files(f.options));
     f.options.in = {in + "/*.txt", in + "/deep/../a.txt"};
     CHECK_FAILS(2, "twice", tokenize_files(f.options));
     f.options.in = {in + "/*.csv"};
     CHECK_FAILS(1, "no file matches this pattern", tokenize_files(f.options));
-    f.options.in = {in + "/*.md"};
+    CHECK_EQUAL(tokens({in + "/*.md"}), std::string("|no"));  // named, it is text
+    CHECK_EQUAL(tokens({in + "/README.md"}), std::string("|no"));
+    f.options.out = f.folder.file("refused"), f.options.in = {in + "/A*"};
     CHECK_FAILS(1, "no file among them ends in .txt", tokenize_files(f.options));
     f.options.in = {"-", "-"};
     CHECK_FAILS(2, "stdin twice", tokenize_files(f.options));
@@ -282,6 +284,56 @@ TEST(tokenize_says_how_to_unpack) {
     }
 }
 
+// One rule for whatever cannot be read: an error that names it and --skip-bad, or, with that, a file or a line less.
+TEST(tokenize_passes_over_what_is_bad) {
+    TokenizeFixture f;
+    f.options.val_fraction = 0;
+    make_folders(f.folder.file("in"));
+    f.input("in/a.txt", "one");
+    const std::string in = f.folder.file("in"), gone = in + "/gone.txt", pipe = in + "/pipe.txt";
+    const std::pair<const char*, std::function<void()>> bad[] = {
+        {"gone.txt: No such file", [&] { CHECK_EQUAL(symlink("nowhere", gone.c_str()), 0); }},
+        {"pipe.txt is a pipe", [&] { CHECK_EQUAL(mkfifo(pipe.c_str(), 0600), 0); }},
+        {"zcat", [&] { write_file(in + "/b.txt", GZIP_TEXT); }},
+        {"zstdcat", [&] { write_file(in + "/b.jsonl.ZST", "by its name"); }},
+        {"xzcat", [&] { write_file(in + "/b.txt.xz", ""); }},
+        {"UTF-16", [&] { write_file(in + "/c.txt", std::string("\xFF\xFEw\0", 4)); }}};
+    f.options.in = {in};
+    size_t found = 0;
+    for (const auto& [words, make] : bad) {
+        f.options.skip_bad = false, f.options.out = f.folder.file("x" + std::to_string(found++));
+        for (const std::string& made : glob_files(in + "/*"))
+            if (made != in + "/a.txt") remove_tree(made);
+        make();
+        CHECK_FAILS(1, words, tokenize_files(f.options));
+        CHECK_FAILS(1, "; --skip-bad passes over such files", tokenize_files(f.options));
+        f.options.in = {in + "/*"};
+        CHECK_FAILS(1, words, tokenize_files(f.options));
+        f.options.in = {in}, f.options.skip_bad = true;
+        tokenize_files(f.options);
+        CHECK_EQUAL(f.train(), std::string("|one"));
+        CHECK_EQUAL(TextInputs({in, f.folder.file("none.txt")}, "tokenize", true).bad.size(), 2u);
+    }
+    f.input("l.jsonl", "{\"text\": \"two\"}\n{\"text\": 2}\n\xFF\n{}\n{\"text\": \"three\"}\n[");
+    CHECK_EQUAL(encode_files("tokenize", f.options, TextInputs(f.options.in, "tokenize"), "", Tokenizer::bytes(),
+                             [](const TokenBlock&) {})
+                    .bad_lines.count,
+                4u);
+    f.options.out = f.folder.file("lines");
+    tokenize_files(f.options);
+    CHECK_EQUAL(f.train(), std::string("|two|three"));
+    f.options.skip_bad = false, f.options.out = f.folder.file("refused");
+    CHECK_FAILS(1, "line 2", tokenize_files(f.options));
+    CHECK_FAILS(1, "; --skip-bad passes over such lines", tokenize_files(f.options));
+    // What is passed over by its name has a remedy too.
+    for (const char* name : {"in/t.parquet", "in/n.md", "in/o.md", "in/e"}) write_file(f.folder.file(name), "");
+    CHECK_EQUAL(
+        TextInputs({in}, "tokenize", true).kinds_passed_over(),
+        "1 without an ending, 2 .md (as text: --in '*.md'), 1 .parquet (data/parquet_to_jsonl.py makes text of it)");
+    f.options.in = {in + "/t.parquet"};
+    CHECK_FAILS(1, ("data/parquet_to_jsonl.py " + in + "/t.parquet").c_str(), tokenize_files(f.options));
+}
+
 // What is no error and may not be meant is counted.
 TEST(tokenize_finds_odd_bytes) {
     TokenizeFixture f;
@@ -293,8 +345,8 @@ TEST(tokenize_finds_odd_bytes) {
     f.options.in.push_back(f.folder.file("b.txt"));
     for (const size_t block_bytes : {9, 1 << 20}) {
         f.options.block_bytes = block_bytes;
-        const TokenizeCounts counts =
-            encode_files("tokenize", f.options, TextInputs(f.options.in), "\n", tokenizer, [](const TokenBlock&) {});
+        const TokenizeCounts counts = encode_files("tokenize", f.options, TextInputs(f.options.in, "tokenize"), "\n",
+                                                   tokenizer, [](const TokenBlock&) {});
         CHECK_EQUAL(counts.invalid_utf8.words(), "20 times, the first in " + f.folder.file("b.txt") + " at byte 12");
         CHECK_EQUAL(counts.nul.words(),
                     "2 times, the first in " + f.folder.file("b.txt") + format_text(" at byte %zu", text.size()));
@@ -313,9 +365,10 @@ TEST(tokenize_refuses_wrong_options) {
     TokenizeOptions o = f.options;
     o.out = "";
     CHECK_FAILS(2, "--out is missing", tokenize_files(o));
-    write_file(f.folder.file("a.csv"), "text");
-    o = f.options, o.in = {f.folder.file("a.csv")};
-    CHECK_FAILS(2, "expected a file that ends in .txt or .jsonl", tokenize_files(o));
+    write_file(f.folder.file("a.rst"), "text");
+    o = f.options, o.in = {f.folder.file("a.rst")};
+    CHECK_FAILS(2, ("expected a file that ends in .txt or .jsonl; any other as text: cat " + o.in[0] + " |").c_str(),
+                tokenize_files(o));
     o.in = {f.folder.file("nofile")};
     CHECK_FAILS(1, "nofile: No such file", tokenize_files(o));
     o = f.options, o.in = {f.folder.file("none.txt")};
@@ -452,7 +505,7 @@ TEST(tokenize_does_not_depend_on_threads_or_blocks) {
                 };
                 TextInput input;
                 input.path = folder.file("a.txt");
-                TextFile file(input);
+                TextFile file(input, "tokenize --in");
                 read_text(file, separator, block_bytes, tokenizer.pre_tokenizer,
                           [&](std::unique_ptr<TokenBlock> block) {
                               while (pool.full()) take();

@@ -476,6 +476,9 @@ TEST(run_tokenize_prints_numbers_that_add_up) {
     using namespace program;
     TempFolder folder;
     const std::string text = "\xEF\xBB\xBFone\n--\ntwo\n--\n\n--\nlast", json = "{\"t\": \"four\"}\n{\"t\": \"\"}\n";
+    CHECK_REFUSED(with_data(folder.path), 1, folder.path + " is a folder", "/*_train_*.bin'");
+    write_file(folder.file("packed.gz"), GZIP_TEXT);
+    CHECK_REFUSED(with_data(folder.file("packed.gz")), 1, "packed.gz", "gzip");
     write_file(folder.file("a.txt"), text), write_file(folder.file("b.jsonl"), json);
     struct {
         const char* val_fraction;
@@ -497,6 +500,8 @@ TEST(run_tokenize_prints_numbers_that_add_up) {
             std::sscanf(s, "tokenize: %lld documents, %lld bytes of text: %lld tokens + %lld end-of-text", &documents,
                         &in_documents, &tokens, &ends);
             if (line.find("end-of-text") != std::string::npos) std::sscanf(s + line.rfind('='), "= %lld tokens", &all);
+    CHECK_REFUSED(tokenize("a.txt", std::string("w\0o\0r\0d\0s\0", 10)), 1, "UTF-16LE", "iconv");
+    CHECK_REFUSED(tokenize("a.txt", std::string("\0w\0o\0r\0d\0s", 10)), 1, "UTF-16BE", "iconv");
             std::sscanf(s, "tokenize: train %lld + val %lld = %lld tokens", &train, &val, &sum);
         }
         CHECK_EQUAL(files, 2);

@@ -378,6 +378,16 @@ TEST(run_sample_takes_prompts_from_files) {
     CHECK_REFUSED(sample({"--prompt-file", folder.file("one"), "--prompt", "x"}), 2, "--prompt", "--prompt-file");
     CHECK_REFUSED(sample({"--prompt-file", folder.file("none")}), 1, folder.file("none"));
     CHECK_REFUSED(sample({"--prompt-file", folder.path}), 1, folder.path, "folder");
+    // Each verb is told what it would read: its own option from stdin, or a file where it reads no stdin.
+    const std::string packed = folder.file("a b.jsonl.gz"), command = "zcat '" + packed + "' ";
+    write_file(packed, GZIP_TEXT);
+    CHECK_REFUSED(sample({"--prompt-file", packed}), 1, command + "| ./train_nsa sample --prompt-file -");
+    for (const Words& words : std::vector<Words>{{"eval", "--text"}, {"inspect", "--html", out + "h", "--text"}})
+        CHECK_REFUSED(run(joined(words, {packed, "--from", out})), 1,
+                      command + "| ./train_nsa " + words[0] + " --text -");
+    CHECK_REFUSED(run({"eval", "--from", out, "--hellaswag", packed}), 1, command + "> NEW");
+    CHECK_REFUSED(run({"vocabulary", "--in", packed, "--out", folder.file("v")}), 1,
+                  command + "| ./train_nsa vocabulary --in -");
     write_file(folder.file("bad.jsonl"), "{\"text\": \"a\"}\n{}\n");
     CHECK_REFUSED(sample({"--prompt-file", folder.file("bad.jsonl")}), 1, "line 2", "text");
 }
