@@ -505,7 +505,34 @@ inline bool is_choice(const std::string& word, const std::string& choices) {
     return ("|" + choices + "|").find("|" + word + "|") != std::string::npos && word.find('|') == std::string::npos;
 }
 
+// What a shell makes of a ~ and of braces, unless they stand in quotes or behind a =, no program makes of them.
+inline void refuse_unexpanded(const std::string& name, const std::string& value) {
+    const bool is_sets = is_choice(name, "data|val-data"), is_written = is_choice(name, "out|html|json|dump-state");
+    if (!is_sets && !is_written && !is_choice(name, "in|from|text|prompt-file|hellaswag|vocab-dir|init-from|config"))
+        return;
+    for (size_t at = value.find('~'); at != std::string::npos; at = value.find('~', at + 1)) {
+        const bool begins = at == 0 || (is_sets && (value[at - 1] == ',' || value[at - 1] == '='));
+        const std::string home = value.substr(at, value.find('/', at) - at);
+        if (begins && (home == "~" || home.size() < value.size() - at) && !file_exists(home))
+            fail_usage(
+                "--%s '%s': in quotes, or behind a =, the shell leaves %s as it is: write $HOME, or the whole path",
+                name.c_str(), value.c_str(), home.c_str());
+    }
+    const size_t open = value.find('{'), close = value.find('}', std::min(open, value.size()));
+    if (is_written || close == std::string::npos || file_exists(value)) return;
+    const std::string inside = value.substr(open, close - open);
+    const bool has_comma = !places_of(',', inside).empty();
+    if (!has_comma && inside.find("..") == std::string::npos) return;
+    std::vector<std::string> files;
+    if (!(has_comma && is_sets)) error_of([&] { files = glob_files(value); });
+    if (files.empty())
+        fail_usage(
+            "--%s '%s': braces are the shell's, and in quotes they stay: write [ab] for one of two letters, or %s",
+            name.c_str(), value.c_str(), is_sets ? "the patterns one by one, with a comma between them" : "every name");
+}
+
 inline void set_option(Config& c, const Option& o, const std::string& value) {
+    if (o.text || o.list) refuse_unexpanded(o.name, value);
     if (o.flag) {
         if (!is_choice(value, "on|off|1|0"))
             fail_usage("--%s is '%s'; it is a flag: give it without a value, or 0 for off", o.name, value.c_str());
@@ -623,6 +650,17 @@ inline Verb read_verb(int argc, const char* const* argv, Config& c, int& at) {
     return verb_named(c.verb)->verb;
 }
 
+// Is this command line for one process alone, whatever a shell of a cluster has in its environment? Only mpirun starts
+// several of these, which are refused.
+inline bool is_for_one_process(int argc, const char* const* argv, bool by_mpirun) {
+    Config c;
+    int at;
+    Verb verb = TRAIN;
+    error_of([&] { verb = read_verb(argc, argv, c, at); });
+    const auto prints = [](const std::string& word) { return is_choice(word, "-h|--help|--version"); };
+    return c.help || std::any_of(argv + std::min(1, argc), argv + argc, prints) || (!(verb & (TRAIN | EVAL)) && !by_mpirun);
+}
+
 // What was asked for: the command line over the table's defaults. Names of the options given are left in `given`.
 inline Config parse_options(int argc, const char* const* argv, std::set<std::string>& given) {
     Config c;
@@ -652,17 +690,6 @@ inline Config parse_options(int argc, const char* const* argv, std::set<std::str
             fail_usage("--%s is no option of '%s' (./train_nsa %s --help lists its options)", name.c_str(),
                        c.verb.c_str(), c.verb.c_str());
         const bool several = o->list || (verb == REPORT && name == "from");  // runs to be laid over each other
-// Is this command line for one process alone, whatever a shell of a cluster has in its environment? Only mpirun starts
-// several of these, which are refused.
-inline bool is_for_one_process(int argc, const char* const* argv, bool by_mpirun) {
-    Config c;
-    int at;
-    Verb verb = TRAIN;
-    error_of([&] { verb = read_verb(argc, argv, c, at); });
-    const auto prints = [](const std::string& word) { return is_choice(word, "-h|--help|--version"); };
-    return c.help || std::any_of(argv + std::min(1, argc), argv + argc, prints) || (!(verb & (TRAIN | EVAL)) && !by_mpirun);
-}
-
         if (!given.insert(name).second && (o->list || !several)) fail_usage("--%s is given twice", name.c_str());
         option = name;
         if (o->flag && equals == std::string::npos) {
@@ -675,7 +702,12 @@ inline bool is_for_one_process(int argc, const char* const* argv, bool by_mpirun
             continue;
         }
         if (at == argc || !std::strncmp(argv[at], "--", 2))
-            fail_usage("--%s needs a value: %s", name.c_str(), range_text(*o).c_str());
+            fail_usage("--%s needs a value: %s%s", name.c_str(), range_text(*o).c_str(),
+                       at == argc || o->choices || !(o->text || o->list)
+                           ? ""
+                           : format_text("; one that begins with -- is given as --%s=%s", name.c_str(),
+                                         shell_word(argv[at]).c_str())
+                                 .c_str());
         set_option(c, *o, argv[at++]);
         while (several && at < argc && std::strncmp(argv[at], "--", 2)) set_option(c, *o, argv[at++]);
     }
@@ -890,9 +922,12 @@ inline std::string program_name = "./train_nsa";
 
 // The command that gives the same options again, but for one.
 inline std::string command_line(const Config& c, const std::set<std::string>& given, const std::string& without) {
-    std::string command = program_name;
+    std::string command = shell_word(program_name);
     for (const Option& o : OPTIONS)
-        if (given.count(o.name) && o.name != without) command += " --" + std::string(o.name) + " " + value_text(c, o);
+        if (given.count(o.name) && o.name != without) {
+            const std::string value = value_text(c, o);
+            command += " --" + std::string(o.name) + (value.compare(0, 2, "--") ? " " : "=") + shell_word(value);
+        }
     return command;
 }
 

@@ -141,6 +141,44 @@ TEST(run_patterns_that_the_shell_expanded_are_told) {
     CHECK_EQUAL(run({"--steps", "1", a}).err.find("quotes"), std::string::npos);
 }
 
+// What the shell expands only without quotes.
+TEST(run_words_that_the_shell_left_are_told) {
+    using namespace program;
+    TempFolder folder;
+    for (const Words& words : std::vector<Words>{{"--data", "~/a_*.bin"},
+                                                 {"--data=~"},
+                                                 {"--data", "a.bin:3,~/b.bin"},
+                                                 {"--val-data", "web=~someone/a_*.bin"},
+                                                 {"--out", "~/x"},
+                                                 {"--resume", "~/x"},
+                                                 {"sample", "--prompt-file", "a", "~/b"},
+                                                 {"tokenize", "--in=~/a.txt", "--out", "x"}})
+        CHECK_REFUSED(run(words), 2, "~", "$HOME");
+    CHECK(!file_exists("~"));
+    for (const Words& words : std::vector<Words>{{"--data", "d/{a,b}_*.bin"},
+                                                 {"--data", "d/a_{1..3}.bin"},
+                                                 {"--val-data", "web=d/{a,b}_*.bin"},
+                                                 {"tokenize", "--in", "{a,b}.txt", "--out", "x"}})
+        CHECK_REFUSED(run(words), 2, "braces");
+    // No shell would have changed these.
+    const std::string odd = folder.file("a{1..2}~b.txt");
+    write_file(odd, "text");
+    REQUIRE_GOOD(run({"tokenize", "--tokenizer", "bytes", "--in", odd, "--out", folder.file("~{a,b}")}));
+    REQUIRE_GOOD(train({{"prompt", "~/x {a,b}"}, {"out", folder.file("run")}}));
+}
+
+// A word with a blank in it is one that the shell keeps together.
+TEST(run_values_that_begin_with_dashes_are_told) {
+    using namespace program;
+    CHECK_REFUSED(run({"sample", "--from", "x", "--prompt", "--help me"}), 2, "--prompt='--help me'");
+    CHECK_REFUSED(run({"tokenize", "--in", "--a.txt"}), 2, "--in=--a.txt");
+    for (const Words& words : {Words{"--steps", "--resume"}, {"--schedule", "--lr"}, {"sample", "--prompt"}})
+        CHECK_EQUAL(run(words).err.find("="), std::string::npos);
+    CHECK_EQUAL(shell_word("it's"), std::string("'it'\\''s'"));
+    CHECK_EQUAL(command_line(parse({"--out", "a b", "--steps", "2"}), {"out", "steps"}, ""),
+                std::string("./train_nsa --steps 2 --out 'a b'"));
+}
+
 TEST(run_contradictions_between_options_are_refused) {
     using namespace program;
     TempFolder folder;
@@ -438,6 +476,9 @@ TEST(run_bad_training_data_is_named) {
     CHECK_EQUAL(logged(folder.file("one"), "val_tokens")[0], 64.0);
     write_file(bad, shard(random_tokens(30, 3)));
     CHECK_REFUSED(with_data(good, {{"val-data", bad}}), 1, "--val-data");
+    CHECK_REFUSED(with_data(folder.path), 1, folder.path + " is a folder", "/*_train_*.bin'");
+    write_file(folder.file("packed.gz"), GZIP_TEXT);
+    CHECK_REFUSED(with_data(folder.file("packed.gz")), 1, "packed.gz", "gzip");
 
     // The same file for both, under whatever name.
     CHECK_REFUSED(with_data(good, {{"val-data", good}}), 2, good, "training");
@@ -459,6 +500,8 @@ TEST(run_bad_input_of_tokenize_is_named) {
     CHECK_REFUSED(tokenize("a.jsonl", "{\"text\": \"one\""), 1, "a.jsonl", "line 1", "byte 14");
     CHECK_REFUSED(tokenize("a.txt", std::string("\xFF\xFEw\0", 4)), 1, "a.txt", "UTF-16", "iconv");
     CHECK_REFUSED(tokenize("a.jsonl", std::string("\xFE\xFF\0{", 4)), 1, "a.jsonl", "UTF-16", "iconv");
+    CHECK_REFUSED(tokenize("a.txt", std::string("w\0o\0r\0d\0s\0", 10)), 1, "UTF-16LE", "iconv");
+    CHECK_REFUSED(tokenize("a.txt", std::string("\0w\0o\0r\0d\0s", 10)), 1, "UTF-16BE", "iconv");
     CHECK_REFUSED(tokenize("b.txt", "words", {"--split-documents", "\\q"}), 2, "--split-documents");
     CHECK_REFUSED(run({"tokenize", "--tokenizer", "bytes", "--in", folder.file("none.txt"), "--out", out}), 1,
                   "none.txt");
@@ -476,9 +519,6 @@ TEST(run_tokenize_prints_numbers_that_add_up) {
     using namespace program;
     TempFolder folder;
     const std::string text = "\xEF\xBB\xBFone\n--\ntwo\n--\n\n--\nlast", json = "{\"t\": \"four\"}\n{\"t\": \"\"}\n";
-    CHECK_REFUSED(with_data(folder.path), 1, folder.path + " is a folder", "/*_train_*.bin'");
-    write_file(folder.file("packed.gz"), GZIP_TEXT);
-    CHECK_REFUSED(with_data(folder.file("packed.gz")), 1, "packed.gz", "gzip");
     write_file(folder.file("a.txt"), text), write_file(folder.file("b.jsonl"), json);
     struct {
         const char* val_fraction;
@@ -500,8 +540,6 @@ TEST(run_tokenize_prints_numbers_that_add_up) {
             std::sscanf(s, "tokenize: %lld documents, %lld bytes of text: %lld tokens + %lld end-of-text", &documents,
                         &in_documents, &tokens, &ends);
             if (line.find("end-of-text") != std::string::npos) std::sscanf(s + line.rfind('='), "= %lld tokens", &all);
-    CHECK_REFUSED(tokenize("a.txt", std::string("w\0o\0r\0d\0s\0", 10)), 1, "UTF-16LE", "iconv");
-    CHECK_REFUSED(tokenize("a.txt", std::string("\0w\0o\0r\0d\0s", 10)), 1, "UTF-16BE", "iconv");
             std::sscanf(s, "tokenize: train %lld + val %lld = %lld tokens", &train, &val, &sum);
         }
         CHECK_EQUAL(files, 2);
