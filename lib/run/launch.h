@@ -41,13 +41,11 @@ inline const char* started_by_mpi() {
 }
 
 // A task of srun. A shell of sbatch or salloc has the job's variables too, but is one process: it has no step, or one
-// of the numbers at the top of the range that Slurm keeps for batch, interactive and external steps. Nor has a shell
-// that keeps something of its own under this name.
+// of the numbers at the top of the range that Slurm keeps for batch, interactive and external steps.
 inline bool is_slurm_task() {
     const char* const step = std::getenv("SLURM_STEP_ID");
-    char* end = nullptr;
-    return step && std::isdigit(static_cast<unsigned char>(*step)) && std::strtoull(step, &end, 10) < 0xfffffff0ull &&
-           !*end;
+    const size_t digits = step ? std::strspn(step, "0123456789") : 0;
+    return digits && !step[digits] && std::strtoull(step, nullptr, 10) < 0xfffffff0ull;
 }
 
 // The rank by whatever variable there is, before anybody knows more. Rank 0 prints a refusal at once, and a launcher
