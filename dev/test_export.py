@@ -29,7 +29,7 @@ with needs("transformers, torch, safetensors and numpy"):
     import numpy as np
     import torch
     from safetensors.numpy import load_file
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
     from transformers.utils import logging
 
 LOGIT_LIMIT = 1e-4
@@ -195,32 +195,59 @@ def compare_tokens(name, program, tokenizer, text, vocabulary):
            f"{name}: {len(ids)} tokens of {len(text.encode())} bytes, and back")
 
 
-def compare_import(name, program, run, export, model):
+def compare_import(name, program, run, export, model, tokenizer):
     """As exported, and as transformers writes it again."""
     again = export + "_again"
     model.save_pretrained(program.file(again))
+    tokenizer.save_pretrained(program.file(again))
+    prompt = ("--prompt", "a text", "--temperature", "0", "--tokens", "20")
     original = open(glob.glob(program.file(run, "step_*", "model.safetensors"))[0], "rb").read()
     for folder in (export, again):
         program("import", "--from", folder, "--out", folder + "_back")
         back = open(program.file(folder + "_back", "step_00000000", "model.safetensors"), "rb").read()
         report(back == original, f"{name}: import of the {'export' if folder == export else 're-saved export'} has the"
                f" {len(back)} bytes of the run's model.safetensors")
+        report(program("sample", "--from", folder + "_back", *prompt) == program("sample", "--from", run, *prompt),
+               f"{name}: and finds its vocabulary")
 
 
-def check_refusals(model, tokenizer):
-    batch = tokenizer(["one", "longer text"], padding=True, return_tensors="pt")
-    alone = model(tokenizer(["one"], return_tensors="pt").input_ids).logits
-    worst = (model(**batch).logits[0, :alone.shape[1]] - alone[0]).abs().max().item()
-    report(worst < LOGIT_LIMIT, f"padding on the right changes no logit of the text: {worst:.1e}")
-    for text, mask in (("padding on the left", batch.attention_mask.flip(1)), ("a gap", None)):
-        if mask is None:
-            mask = torch.ones_like(batch.attention_mask)
-            mask[0, 1] = 0
+def check_padding(model, tokenizer):
+    """Texts of different lengths in one batch, padded on either side, against each alone."""
+    texts = [tokenizer.bos_token + text for text in ("two words", "a", "a text that is longer than the others by far")]
+    settings = {"do_sample": False, "max_new_tokens": 40, "eos_token_id": None}
+
+    def of(batch):
+        return model(**batch).logits, model.generate(**batch, **settings)[:, batch.input_ids.shape[1]:]
+
+    with torch.no_grad():
+        alone = [of(tokenizer(text, return_tensors="pt")) for text in texts]
+        for side in ("left", "right"):
+            tokenizer.padding_side = side
+            batch = tokenizer(texts, padding=True, return_tensors="pt")
+            logits, made = of(batch)
+            worst = max((x[m.bool()] - y[0]).abs().max().item()
+                        for x, m, (y, _) in zip(logits, batch.attention_mask, alone))
+            report(worst < LOGIT_LIMIT, f"padding on the {side} changes no logit of a text: {worst:.1e}")
+            report(all(torch.equal(x, y[0]) for x, (_, y) in zip(made, alone)),
+                   f"padding on the {side}: 40 greedy tokens of three prompts are those of each alone")
+        ids, mask = torch.arange(6)[None], torch.tensor([[1, 1, 0, 1, 1, 1]])
+        shown = ids[mask.bool()][None]
+        worst = (model(ids, attention_mask=mask).logits[mask.bool()] - model(shown).logits[0]).abs().max()
+        report(worst < LOGIT_LIMIT, f"a gap is as if it were not there: {worst:.1e}")
+    tokenizer.padding_side = "left"
+
+
+def check_refusals(model):
+    ids = torch.arange(3)[None]
+    for text, given in (("inputs_embeds", {"inputs_embeds": torch.zeros(1, 3, model.config.dim)}),
+                        ("position_ids", {"input_ids": ids, "position_ids": ids}),
+                        ("empty prompt", {"input_ids": ids[:, :0]}),
+                        ("attention_mask", {"input_ids": ids, "attention_mask": ids[:, :2]})):
         try:
-            model(batch.input_ids, attention_mask=mask)
+            model(**given)
             report(False, f"{text} is refused")
         except ValueError as e:
-            report("pad on the right" in str(e), f"{text} is refused")
+            report(text in str(e), f"{text} is refused")
 
 
 def check_smallest_weights(model):
@@ -269,13 +296,17 @@ def test(program, vocab_dir):
                 *(vocabulary[2:]))
         program("export", "--from", run, "--out", export)
         model = load(program.file(export))
-        tokenizer = AutoTokenizer.from_pretrained(program.file(export), trust_remote_code=True)
+        # No code of ours makes it, whichever class is asked for.
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(program.file(export))
+        same = AutoTokenizer.from_pretrained(program.file(export), trust_remote_code=True)
+        report(same(awkward).input_ids == tokenizer(awkward).input_ids, f"{name}: AutoTokenizer has the same tokens")
         compare_logits(name, program, run, data, model)
         compare_chunks(name, model, tokens_of_shard(program.file(shards + "_train_000001.bin")))
         compare_greedy(name, program, run, model, tokenizer, text[:300])
         compare_tokens(name, program, tokenizer, awkward, vocabulary)
-        compare_import(name, program, run, export, model)
-    check_refusals(model, tokenizer)
+        compare_import(name, program, run, export, model, tokenizer)
+    check_padding(model, tokenizer)
+    check_refusals(model)
     check_smallest_weights(model)
 
 

@@ -6,6 +6,7 @@ and the new ones), C width, G groups of h heads, D and Dv head dimensions, NC co
 NsaConfig.
 """
 
+import copy
 import math
 
 import torch
@@ -52,10 +53,32 @@ class NsaCache:
         self.layers[layer][name] = new if before is None else torch.cat([before, new], dim=2)
         return self.layers[layer][name]
 
-    def reorder_cache(self, beams):
+    def chosen(self, rows):
+        """A cache of these rows of the batch."""
+        other = copy.copy(self)
         if self.last is not None:
-            self.last = self.last.index_select(0, beams.to(self.last.device))
-        self.layers = [{name: x.index_select(0, beams.to(x.device)) for name, x in y.items()} for y in self.layers]
+            other.last = self.last.index_select(0, rows.to(self.last.device))
+        other.layers = [{name: x.index_select(0, rows.to(x.device)) for name, x in y.items()} for y in self.layers]
+        return other
+
+    def reorder_cache(self, beams):
+        self.__dict__ = self.chosen(beams).__dict__
+
+
+class NsaRowCaches:
+    """The same for sequences of which each has as many tokens as its attention_mask shows: a cache for each."""
+
+    is_compileable = False
+    is_croppable = False
+
+    def __init__(self, rows, columns=0):
+        self.rows, self.columns = rows, columns  # columns: of input_ids so far, padding included
+
+    def get_seq_length(self, layer=0):
+        return self.columns
+
+    def reorder_cache(self, beams):
+        self.rows = [self.rows[b].chosen(torch.tensor([0])) for b in beams.tolist()]
 
 
 def rope_angles(positions, config, device):
@@ -298,71 +321,117 @@ class NsaForCausalLM(PreTrainedModel, GenerationMixin):
     def set_input_embeddings(self, embeddings):
         self.embed_tokens = embeddings
 
-    def forward(
-        self,
-        input_ids,
-        attention_mask=None,
-        past_key_values=None,  # an NsaCache
-        labels=None,           # [B, N] as input_ids; -100 is left out of the loss
-        use_cache=None,
-        logits_to_keep=0,      # logits of the last so many tokens; 0: all
-        return_dict=True,
-        output_attentions=False,
-        output_hidden_states=False,
-    ):
-        if output_attentions or output_hidden_states or not return_dict:
-            raise ValueError("this model returns loss, logits and cache as a dict: no attentions, no hidden states")
-        if past_key_values is None:
-            past_key_values = NsaCache(len(self.layers))
-        elif not isinstance(past_key_values, NsaCache):
-            raise ValueError(f"past_key_values is a {type(past_key_values).__name__}, expected an NsaCache")
-        first, N, c = past_key_values.tokens, input_ids.shape[1], self.config
-        self.check_mask(attention_mask, first)
+    def get_output_embeddings(self):
+        return self.head if self.config.head == "untied" else None
 
+    def set_output_embeddings(self, head):
+        self.head = head
+
+    def read(self, input_ids, cache):
+        """The tokens [B, N] behind those of the cache -> [B, N, C]."""
+        first, N, c = cache.tokens, input_ids.shape[1], self.config
         # fp64 exists on every CPU, not on every device
         angles = rope_angles(torch.arange(first, first + N), c, input_ids.device)
         blocks = torch.arange(compressed_blocks(first, c), compressed_blocks(first + N, c))
         block_angles = rope_angles(blocks * c.cmp_stride, c, input_ids.device)
         x = self.embed_tokens(input_ids)
         if c.smear == "on":
-            x = self.smear(x, past_key_values)
+            x = self.smear(x, cache)
         for layer in self.layers:
-            x = layer(x, past_key_values, angles, block_angles)
-        past_key_values.tokens += N
-        head = self.head if c.head == "untied" else self.embed_tokens
+            x = layer(x, cache, angles, block_angles)
+        cache.tokens += N
+        return x
+
+    def read_rows(self, input_ids, seen, caches):
+        """Blocks are counted from a sequence's first token, so each row is read alone, without what the mask seen
+        [B, N] hides. There the result has what the last token before it has, or zeros: whoever takes the last column
+        continues the text, whichever side is padded."""
+        rows = []
+        for ids, shown, cache in zip(input_ids, seen, caches.rows):
+            x = self.embed_tokens.weight.new_zeros(1, self.config.dim)
+            if shown.any():
+                x = torch.cat([x, self.read(ids[None, shown], cache)[0]])
+            rows.append(x[shown.cumsum(0)])
+        caches.columns += input_ids.shape[1]
+        return torch.stack(rows)
+
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,   # [B, tokens so far]: 0 hides padding, wherever it stands
+        past_key_values=None,  # what an earlier call returned
+        labels=None,           # [B, N] as input_ids; -100 is left out of the loss
+        use_cache=None,
+        logits_to_keep=0,      # logits of the last so many tokens; 0: all
+        return_dict=True,
+        output_attentions=False,
+        output_hidden_states=False,
+        inputs_embeds=None,
+        position_ids=None,
+    ):
+        if output_attentions or output_hidden_states or not return_dict:
+            raise ValueError("this model returns loss, logits and cache as a dict: no attentions, no hidden states")
+        if inputs_embeds is not None or input_ids is None:
+            raise ValueError("this model takes input_ids and no inputs_embeds")
+        if position_ids is not None:
+            raise ValueError("positions are counted from each row's first token: leave position_ids out, and hide"
+                             " padding by attention_mask")
+        if input_ids.shape[1] == 0:
+            raise ValueError("an empty prompt has nothing to continue: begin with tokenizer.bos_token, which stands"
+                             " before every document")
+        cache, N = past_key_values, input_ids.shape[1]
+        if cache is None:
+            cache = NsaCache(len(self.layers))
+        elif not isinstance(cache, (NsaCache, NsaRowCaches)):
+            raise ValueError(f"past_key_values is a {type(cache).__name__}, expected an NsaCache")
+        seen = self.new_columns(attention_mask, input_ids, cache)
+        # Behind a row's tokens padding does no harm, since no token looks ahead, unless decoding goes on behind it.
+        if isinstance(cache, NsaCache) and not seen.all() and (use_cache or bool((seen[:, 1:] > seen[:, :-1]).any())):
+            rows = torch.arange(len(input_ids)).split(1)
+            cache = NsaRowCaches([cache.chosen(row) if cache.tokens else NsaCache(len(self.layers)) for row in rows],
+                                 cache.tokens)
+        by_rows = isinstance(cache, NsaRowCaches)
+        x = self.read_rows(input_ids, seen, cache) if by_rows else self.read(input_ids, cache)
+        if not by_rows and not seen.all():  # padding has what the last token before it has, as in read_rows
+            x = x.gather(1, (seen.cumsum(1) - 1).clamp(min=0)[..., None].expand_as(x))
+        head = self.head if self.config.head == "untied" else self.embed_tokens
         logits = F.linear(self.norm(x[:, -logits_to_keep:]), head.weight)
 
         loss = None
         if labels is not None:
             if logits_to_keep:
                 raise ValueError("labels need the logits of all tokens: leave logits_to_keep out")
+            if by_rows:  # nothing stands before a row's first token
+                labels = labels.masked_fill(seen.cumsum(1) == seen, -100)
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values if use_cache else None)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache if use_cache else None)
 
     @staticmethod
-    def check_mask(mask, first):
-        """Blocks are counted from the first token, so padding must not stand before or between tokens. Behind them it
-        does no harm, since no token looks ahead, unless decoding goes on behind it."""
-        if mask is None or bool(mask.all()):
-            return
-        if mask.dim() != 2 or first > 0 or bool((mask[:, 1:] > mask[:, :-1]).any()):
-            raise ValueError(
-                "attention_mask hides tokens on the left or before a continuation: pad on the right"
-                " (tokenizer.padding_side = 'right'), and continue prompts of different lengths one at a time"
-            )
+    def new_columns(mask, input_ids, cache):
+        """Of attention_mask those of input_ids, [B, N]; True: a token."""
+        B, N = input_ids.shape
+        if mask is None:
+            return torch.ones(B, N, dtype=torch.bool, device=input_ids.device)
+        whole = (B, cache.get_seq_length() + N)
+        if mask.shape not in (whole, (B, N)):
+            raise ValueError(f"attention_mask has the shape {tuple(mask.shape)}, expected {whole}: 1 for a token, 0 for"
+                             " padding")
+        return mask[:, -N:].bool()
 
     # generate()
 
     @classmethod
     def _supports_default_dynamic_cache(cls):
-        return False  # forward() makes an NsaCache
+        return False  # forward() makes its own
 
     def prepare_inputs_for_generation(
-        self, input_ids, past_key_values=None, attention_mask=None, use_cache=True, logits_to_keep=1, **unused
+        self, input_ids, past_key_values=None, attention_mask=None, use_cache=True, logits_to_keep=1,
+        inputs_embeds=None, **unused
     ):
         done = past_key_values.get_seq_length() if past_key_values is not None else 0
         return {
             "input_ids": input_ids[:, done:],
+            "inputs_embeds": inputs_embeds,
             "past_key_values": past_key_values,
             "attention_mask": attention_mask,
             "use_cache": use_cache,
