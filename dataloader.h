@@ -73,6 +73,7 @@ class DataLoader {
     LoaderOptions options;
     uint64_t seed, total_tokens = 0, next_sample = 0, corpus = 0;
     std::vector<uint64_t> samples;  // of each set
+    size_t too_short = 0;           // shards that hold no sample
     std::unique_ptr<Mixture> mixture;
     std::unique_ptr<ShardScan> scan;  // once it was asked for
     int pending_size = 0;
@@ -187,15 +188,16 @@ class DataLoader {
             first_sample.push_back(all_samples() + n);
             n += source.count > 0 ? (source.count - 1 + (options.tail ? T() - 1 : 0)) / T() : 0;
             tokens += source.count;
+            too_short += source.count < (options.tail ? 2 : T() + 1);
             shards++;
             largest = std::max(largest, source.count);
             if (aligned() && shards == 1) require_documents(source);
         }
         if (n == 0)
             fail(
-                "%s: %llu tokens in %zu shards%s, the largest of %llu, are too few for one sample, which needs %llu in "
+                "%s: %llu tokens in %s%s, the largest of %llu, are too few for one sample, which needs %llu in "
                 "one shard: give more text, or train with a shorter --seq-len (%d)",
-                options.name.c_str(), (unsigned long long)tokens, shards,
+                options.name.c_str(), (unsigned long long)tokens, counted(int64_t(shards), "shard").c_str(),
                 options.sets.size() > 1 ? (" of '" + options.sets[set].pattern + "'").c_str() : "",
                 (unsigned long long)largest, (unsigned long long)(options.tail ? 2 : T() + 1), options.seq_len);
         samples.push_back(n);
@@ -309,6 +311,7 @@ class DataLoader {
             "%s, %llu tokens, %s of %d tokens%s, %s", counted(int64_t(sources.size()), "shard").c_str(),
             (unsigned long long)total_tokens, counted(int64_t(all_samples()), "sample").c_str(), options.seq_len,
             aligned() ? " that begin at documents" : "", options.shuffle ? "shuffled" : "in order");
+        if (too_short) text += format_text(", %zu of the shards too short for one", too_short);
         for (size_t set = 0; samples.size() > 1 && set < samples.size(); set++)
             text += format_text("%s %llu of %zu from %s (%llu samples, all seen after %llu)", set ? "," : ";",
                                 (unsigned long long)options.sets[set].weight, mixture->turns(),

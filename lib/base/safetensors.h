@@ -144,7 +144,7 @@ class SafeTensors {
                 tensors.back().name = root.keys[i];
                 continue;
             }
-            if (entry.kind != Json::Object) fail("%s: no JSON object", where.c_str());
+            if (entry.kind != Json::Object && entry.kind != Json::Null) fail("%s: no JSON object", where.c_str());
             for (size_t j = 0; j < entry.keys.size(); j++)
                 metadata[entry.keys[j]] = entry.items[j].string(where + ": " + entry.keys[j]);
         }

@@ -27,10 +27,13 @@ inline std::vector<int> processors_allowed([[maybe_unused]] int process = 0) {
 #ifdef __APPLE__
     for (int i = 0; i < int(sysconf(_SC_NPROCESSORS_ONLN)); i++) allowed.push_back(i);
 #else
-    cpu_set_t set;
-    if (sched_getaffinity(process, sizeof set, &set) != 0) return allowed;
-    for (int i = 0; i < CPU_SETSIZE; i++)
-        if (CPU_ISSET(i, &set)) allowed.push_back(i);
+    for (size_t sets = 1; sets <= 64 && allowed.empty(); sets *= 2) {  // of 1024 processors each
+        std::vector<cpu_set_t> set(sets);
+        const size_t bytes = sets * sizeof(cpu_set_t);
+        if (sched_getaffinity(process, bytes, set.data()) != 0) continue;
+        for (size_t i = 0; i < sets * CPU_SETSIZE; i++)
+            if (CPU_ISSET_S(i, bytes, set.data())) allowed.push_back(int(i));
+    }
 #endif
     return allowed;
 }

@@ -26,10 +26,9 @@ inline void require_no_shards(const std::string& prefix) {
     for (const char* split : {"train", "val"}) {
         const std::vector<std::string> old = glob_files(glob_literal(prefix) + "_" + split + "_[0-9]*.bin");
         if (!old.empty())
-            fail(
-                "--out %s: %s exists already; shards are not overwritten: remove the %zu %s shards or choose another "
-                "PREFIX",
-                prefix.c_str(), old[0].c_str(), old.size(), split);
+            fail("--out %s: %s exists already; shards are not overwritten: remove the %s or choose another PREFIX",
+                 prefix.c_str(), old[0].c_str(),
+                 counted(int64_t(old.size()), format_text("%s shard", split).c_str()).c_str());
     }
 }
 

@@ -135,6 +135,7 @@ inline int threads_of_variable(int share, bool speaks) {
     if (!text || !*text) return share;
     char* end = nullptr;
     const long asked = std::strtol(text, &end, 10);
+    end += std::strspn(end, " \t");
     if (end == text || (*end && *end != ',') || asked < 1)
         fail_usage("OMP_NUM_THREADS is '%s'; expected a number of threads, such as %d here, or unset it", text, share);
     if (asked > share && speaks)

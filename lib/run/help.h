@@ -64,6 +64,7 @@ inline void print_help(Verb verb) {
                           words_of_text(format_text("%s (%s, default %s)", o.help, range_text(o).c_str(),
                                                     *o.default_text ? o.default_text : "none")),
                           width);
+    if (!(verb & option_named("model").verbs)) return;
     std::printf("\npresets:\n");
     for (const Config& p : PRESETS) print_wrapped("  --model " + p.model, words_of_preset(p), width);
 }

@@ -395,8 +395,12 @@ TEST(loader_refuses) {
                 DataLoader(sources(), data_options(4, true)));
     write_file(folder.file("a.bin"), shard_bytes(counting_tokens(8), 50257));
     CHECK_EQUAL(DataLoader(sources(), data_options(7, true)).samples_per_epoch(), 1u);
+    write_file(folder.file("b.bin"), shard_bytes(counting_tokens(7), 50257));
+    CHECK(DataLoader(open_shards({folder.file("a.bin"), folder.file("b.bin")}), data_options(7, true))
+              .describe()
+              .find(", 1 of the shards too short") != std::string::npos);
     CHECK_FAILS(1,
-                "8 tokens in 1 shards, the largest of 8, are too few for one sample, which needs 9 in one shard: give "
+                "8 tokens in 1 shard, the largest of 8, are too few for one sample, which needs 9 in one shard: give "
                 "more text, or train with a shorter --seq-len (8)",
                 DataLoader(sources(), data_options(8, true)));
     CHECK_FAILS(1, "--data: 0 tokens", DataLoader({}, data_options(8, true)));

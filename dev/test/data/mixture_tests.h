@@ -154,7 +154,7 @@ TEST(mixture_refuses) {
     const std::string words = format_text("198 tokens make %d samples of --seq-len 4 until one comes again", most);
     CHECK_FAILS(1, words.c_str(), loader.require_global_batch(uint64_t(most) + 1));
     write_file(folder.file("b.bin"), shard_bytes(counting_tokens(4)));
-    CHECK_FAILS(1, ("4 tokens in 1 shards of '" + folder.file("b.bin") + "', the largest of 4, are too few").c_str(),
+    CHECK_FAILS(1, ("4 tokens in 1 shard of '" + folder.file("b.bin") + "', the largest of 4, are too few").c_str(),
                 DataLoader(folder.both(), folder.options()));
 }
 

@@ -233,6 +233,7 @@ TEST(run_safetensors_reader_refuses_damaged_files) {
         return SafeTensors(path);
     };
     const auto header = [&](const std::string& text) { return safetensors_bytes(text, data); };
+    CHECK_EQUAL(open(header("{\"__metadata__\":null," + a + "," + b + "}")).tensors.size(), 2u);
     {
         const SafeTensors good = open(whole);
         CHECK_EQUAL(good.tensors.size(), 2u);
