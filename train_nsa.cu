@@ -1093,6 +1093,7 @@ void begin_run(Run<Dev>& run, const Config& c, const Device& device, const Gradi
     else if (start.weights) read_parameters(model, *start.weights);
     else model.initialise();
     if (!run.is_first() || !c.dump_state.empty()) return;
+    keep_vocabulary(run.tokenizer.get(), c.out);
     begin_log(run.report, c, start.checkpoint, run.state, model, world.size);
 }
 
@@ -1228,7 +1229,7 @@ static int run_check(const Config& c, World& world) {
     else if (verb == SAMPLE) run_sample<TensorTable, Tokenizer, Decoder>(c, with_model);
     else if (verb == EVAL) run_eval<TensorTable, Tokenizer, DataLoader, Activations>(c, given, world, with_model);
     else if (verb == EXPORT) export_checkpoint<Tokenizer, TensorTable>(c);
-    else if (verb == IMPORT) import_checkpoint<TensorTable>(c);
+    else if (verb == IMPORT) import_checkpoint<Tokenizer, TensorTable>(c);
     else if (verb == REPORT) report_runs(c.runs, c.html);
     else if (verb == INSPECT)
         run_inspect<TensorTable, Tokenizer, Decoder>(c, with_model, TiledAttention::fold_importance);

@@ -202,25 +202,6 @@ class BpeTrainer {
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-// Both files or neither: they are written to a folder under another name, which is then renamed.
-inline void write_vocabulary(const std::string& folder, const BpeTrainer& bpe) {
-    std::vector<std::string> tokens = bpe.tokens;
-    tokens.push_back("<|endoftext|>");
-    const std::string writing = folder + ".writing";
-    remove_tree(writing);  // of a writer that died
-    try {
-        make_folders(writing);
-        write_text_file(writing + "/vocab.bpe", merges_text(tokens, bpe.merged));
-        write_text_file(writing + "/encoder.json", ids_json(tokens));
-        sync_folder(writing);
-        rename_path(writing, folder);
-    } catch (const Error&) {
-        remove_tree(writing);
-        throw;
-    }
-    sync_folder(folder_of(folder));
-}
-
 template <class PreTokenizer>
 void train_vocabulary(TokenizeOptions options) {
     if (options.in.empty())
@@ -244,7 +225,9 @@ void train_vocabulary(TokenizeOptions options) {
     BpeTrainer bpe(counts);
     counts = {};
     bpe.train(size_t(options.size) - 1);
-    write_vocabulary(options.out, bpe);
+    std::vector<std::string> tokens = bpe.tokens;
+    tokens.push_back("<|endoftext|>");
+    write_vocabulary(options.out, tokens, bpe.merged);
     if (!options.report) return;
     const size_t size = bpe.tokens.size() + 1;
     if (size < size_t(options.size))

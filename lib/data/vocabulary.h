@@ -80,77 +80,136 @@ inline void for_each_line(const std::string& path, const std::function<void(cons
 // ---------------------------------------------------------------------------------------------------------------------
 // vocab.bpe: a line "#version: ...", then one merge a line, "left right". encoder.json: {"token": id}. They must agree.
 
+// The tokens that merges make, one after the other.
 struct MergedTokens {
-    std::unordered_map<std::string, uint32_t> id_of;  // by their bytes
-    std::vector<size_t> line_of;                      // where vocab.bpe makes each id; 0 for bytes
-};
+    const AddToken& add;
+    const size_t size;
+    const std::string file;
+    const char* const what;  // "line" or "merge": what is counted in the file
+    const ByteAlphabet alphabet = {};
+    std::unordered_map<std::string, uint32_t> id_of = {};     // by their bytes
+    std::vector<size_t> place_of = std::vector<size_t>(256);  // where the file makes each id; 0 for bytes
+    size_t place = 0;
 
-inline MergedTokens read_vocab_bpe(const std::string& path, size_t size, const AddToken& add) {
-    const ByteAlphabet alphabet;
-    MergedTokens made;
-    for (uint32_t id = 0; id < 256; id++) made.id_of[std::string(1, char(alphabet.order[id]))] = id;
-    made.line_of.resize(256, 0);
-    size_t line_number = 0;
-    for_each_line(path, [&](const std::string& line) {
-        line_number++;
-        if (line_number == 1 && line.compare(0, 8, "#version") == 0) return;
-        const auto where = [&] { return format_text("%s: line %zu", path.c_str(), line_number); };
-        const size_t blank = line.find(' ');
+    MergedTokens(const std::string& path, size_t tokens, const AddToken& add_token, const char* counted)
+        : add(add_token), size(tokens), file(path), what(counted) {
+        for (uint32_t id = 0; id < 256; id++) id_of[std::string(1, char(alphabet.order[id]))] = id;
+    }
+
+    // A merge as the file has it at the place: "left right".
+    void merge(const std::string& text) {
+        const auto where = [&] { return format_text("%s: %s %zu", file.c_str(), what, place); };
+        const size_t blank = text.find(' ');
         std::string left, right;
-        if (blank == std::string::npos || !alphabet.to_bytes(line.substr(0, blank), &left) || left.empty() ||
-            !alphabet.to_bytes(line.substr(blank + 1), &right) || right.empty())
+        if (blank == std::string::npos || !alphabet.to_bytes(text.substr(0, blank), &left) || left.empty() ||
+            !alphabet.to_bytes(text.substr(blank + 1), &right) || right.empty())
             fail("%s: found %s, expected two tokens with a blank between them", where().c_str(),
-                 json_quote(line.substr(0, 80)).c_str());
-        if (made.line_of.size() == size - 1)
+                 json_quote(text.substr(0, 80)).c_str());
+        if (place_of.size() == size - 1)
             fail("%s: more than the %zu merges of this vocabulary", where().c_str(), size - 257);
         for (const std::string& half : {left, right})
-            if (!made.id_of.count(half))
-                fail("%s: the token %s of this merge is made by no line before", where().c_str(),
-                     json_quote(half).c_str());
+            if (!id_of.count(half))
+                fail("%s: the token %s of this merge is made by no %s before", where().c_str(),
+                     json_quote(half).c_str(), what);
         const auto halves = add(left + right, where);
-        if (halves.first != made.id_of[left] || halves.second != made.id_of[right])
-            fail("%s: the merge of %s and %s can never apply: lines before make other tokens of these bytes",
-                 where().c_str(), json_quote(left).c_str(), json_quote(right).c_str());
-        made.id_of[left + right] = uint32_t(made.line_of.size());
-        made.line_of.push_back(line_number);
+        if (halves.first != id_of[left] || halves.second != id_of[right])
+            fail("%s: the merge of %s and %s can never apply: %ss before make other tokens of these bytes",
+                 where().c_str(), json_quote(left).c_str(), json_quote(right).c_str(), what);
+        id_of[left + right] = uint32_t(place_of.size());
+        place_of.push_back(place);
+    }
+
+    // ids: {"token": id}, in which nothing but end-of-text stands beside the bytes and what was merged.
+    void check_ids(const std::string& path, const Json& ids) const {
+        if (place_of.size() != size - 1)
+            fail("%s: %zu merges, expected %zu: the file is cut short", file.c_str(), place_of.size() - 256,
+                 size - 257);
+        ids.require(Json::Object, path);
+        std::string bytes;
+        for (size_t i = 0; i < ids.keys.size(); i++) {
+            const std::string name = json_quote(ids.keys[i]);
+            const int64_t id = ids.items[i].integer(path);
+            const auto at = [&] {
+                return format_text("%s: byte %llu", path.c_str(), (unsigned long long)ids.items[i].offset);
+            };
+            if (ids.keys[i] == "<|endoftext|>") {
+                if (id != int64_t(size) - 1)
+                    fail("%s: <|endoftext|> has id %lld, expected %zu", at().c_str(), (long long)id, size - 1);
+                continue;
+            }
+            if (!alphabet.to_bytes(ids.keys[i], &bytes))
+                fail("%s: the token %s has a character that stands for no byte", at().c_str(), name.c_str());
+            const auto known = id_of.find(bytes);
+            if (known == id_of.end())
+                fail("%s: the token %s is no byte and is made by no merge of %s", at().c_str(), name.c_str(),
+                     file.c_str());
+            if (id != int64_t(known->second) && known->second < 256)
+                fail("%s: the byte %s has id %lld, expected %u", at().c_str(), name.c_str(), (long long)id,
+                     known->second);
+            if (id != int64_t(known->second))
+                fail("%s: the token %s has id %lld, but %s %zu of %s makes it id %u", at().c_str(), name.c_str(),
+                     (long long)id, what, place_of[known->second], file.c_str(), known->second);
+        }
+        // No key is there twice, and each has the right id; so if their number is right, all of them are there.
+        if (ids.keys.size() != size) fail("%s: %zu tokens, expected %zu", path.c_str(), ids.keys.size(), size);
+    }
+};
+
+inline void read_merges_and_ids(const std::string& merges, const std::string& ids, size_t size, const AddToken& add) {
+    MergedTokens made(merges, size, add, "line");
+    for_each_line(merges, [&](const std::string& line) {
+        if (++made.place > 1 || line.compare(0, 8, "#version") != 0) made.merge(line);
     });
-    if (made.line_of.size() != size - 1)
-        fail("%s: %zu merges, expected %zu: the file is cut short", path.c_str(), made.line_of.size() - 256,
-             size - 257);
-    return made;
+    made.check_ids(ids, parse_json(read_file(ids), ids));
 }
 
-inline void check_encoder_json(const std::string& path, size_t size, const std::string& bpe_path,
-                               const MergedTokens& made) {
-    const Json ids = parse_json(read_file(path), path);
-    ids.require(Json::Object, path);
-    const ByteAlphabet alphabet;
-    std::string bytes;
-    for (size_t i = 0; i < ids.keys.size(); i++) {
-        const std::string name = json_quote(ids.keys[i]);
-        const int64_t id = ids.items[i].integer(path);
-        const auto at = [&] {
-            return format_text("%s: byte %llu", path.c_str(), (unsigned long long)ids.items[i].offset);
-        };
-        if (ids.keys[i] == "<|endoftext|>") {
-            if (id != int64_t(size) - 1)
-                fail("%s: <|endoftext|> has id %lld, expected %zu", at().c_str(), (long long)id, size - 1);
-            continue;
-        }
-        if (!alphabet.to_bytes(ids.keys[i], &bytes))
-            fail("%s: the token %s has a character that stands for no byte", at().c_str(), name.c_str());
-        const auto known = made.id_of.find(bytes);
-        if (known == made.id_of.end())
-            fail("%s: the token %s is no byte and is made by no merge of %s", at().c_str(), name.c_str(),
-                 bpe_path.c_str());
-        if (id != int64_t(known->second) && known->second < 256)
-            fail("%s: the byte %s has id %lld, expected %u", at().c_str(), name.c_str(), (long long)id, known->second);
-        if (id != int64_t(known->second))
-            fail("%s: the token %s has id %lld, but line %zu of %s makes it id %u", at().c_str(), name.c_str(),
-                 (long long)id, made.line_of[known->second], bpe_path.c_str(), known->second);
+// ---------------------------------------------------------------------------------------------------------------------
+// tokenizer.json of Hugging Face's tokenizers: the same merges and ids, and how text is cut into pieces before.
+
+// The file, if text is cut and written as GPT-2 does it; otherwise its tokens would mean other text.
+inline Json parse_tokenizer_json(const std::string& path) {
+    Json root = parse_json(read_file(path), path);
+    const std::string& kind = root.get("model", path).string("type", path + ": model");
+    const Json& cut = root.get("pre_tokenizer", path);
+    const Json* const type = cut.find("type");
+    const Json* const prefix = cut.find("add_prefix_space");
+    const Json* const by_words = cut.find("use_regex");
+    const Json* const normalizer = root.find("normalizer");
+    if (kind != "BPE" || !type || type->text != "ByteLevel" || (prefix && prefix->is_true) ||
+        (by_words && !by_words->is_true) || (normalizer && normalizer->kind != Json::Null))
+        fail(
+            "%s is no tokenizer of GPT-2's kind: expected a BPE, the pre_tokenizer ByteLevel with use_regex and "
+            "without "
+            "add_prefix_space, and no normalizer",
+            path.c_str());
+    return root;
+}
+
+// {"token": id}, with end-of-text, which may stand among the added tokens alone. Other added tokens are none of the
+// text's.
+inline Json ids_of_tokenizer_json(const Json& root, const std::string& path) {
+    Json ids = root.get("model", path).get("vocab", path + ": model");
+    const Json* const added = root.find("added_tokens");
+    if (added && !ids.find("<|endoftext|>"))
+        for (const Json& token : added->items)
+            if (token.string("content", path + ": added_tokens") == "<|endoftext|>") {
+                ids.keys.push_back("<|endoftext|>");
+                ids.items.push_back(token.get("id", path + ": added_tokens"));
+            }
+    return ids;
+}
+
+inline void read_tokenizer_json(const std::string& path, size_t size, const AddToken& add) {
+    const Json root = parse_tokenizer_json(path);
+    MergedTokens made(path, size, add, "merge");
+    const std::string where = path + ": merges";
+    for (const Json& merge :
+         root.get("model", path).array("merges", path + ": model")) {  // "left right", or both in a list
+        const bool is_list = merge.kind == Json::Array && merge.items.size() == 2;
+        made.place++;
+        made.merge(is_list ? merge.items[0].string(where) + " " + merge.items[1].string(where) : merge.string(where));
     }
-    // No key is there twice, and each has the right id; so if their number is right, all of them are there.
-    if (ids.keys.size() != size) fail("%s: %zu tokens, expected %zu", path.c_str(), ids.keys.size(), size);
+    made.check_ids(path, ids_of_tokenizer_json(root, path));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -247,19 +306,43 @@ constexpr size_t GPT2_VOCABULARY = 50257;
 
 // vocab.bpe and encoder.json as OpenAI published them, and the same files under Hugging Face's names.
 constexpr const char* VOCABULARY_PAIRS[][2] = {{"vocab.bpe", "encoder.json"}, {"merges.txt", "vocab.json"}};
+constexpr const char* TOKENIZER_JSON = "tokenizer.json";
 
-// How many tokens the folder's vocabulary has: those two files may hold any number, the others GPT-2's.
+// Trainers that give ids to special tokens first, as Hugging Face's do, give end-of-text the id 0.
+inline void require_last_token(const std::string& path, int64_t id, int64_t tokens) {
+    if (id >= tokens - 1) return;
+    fail(
+        "%s: <|endoftext|> has id %lld of %lld tokens, expected the last, %lld, behind the 256 bytes and the merges: "
+        "learn it with ./train_nsa vocabulary, or without special tokens and add this one afterwards",
+        path.c_str(), (long long)id, (long long)tokens, (long long)tokens - 1);
+}
+
+// How many tokens the folder's vocabulary has: those files may hold any number, the others GPT-2's.
 inline size_t vocabulary_size(const std::string& folder) {
-    for (const auto& names : VOCABULARY_PAIRS) {
-        const std::string path = folder + "/" + names[1];
-        if (!file_exists(folder + "/" + names[0]) || !file_exists(path)) continue;
-        const int64_t last = parse_json(read_file(path), path).integer("<|endoftext|>", path);
+    const auto size_of = [](const std::string& path, const Json& ids) {
+        const int64_t last = ids.integer("<|endoftext|>", path), count = int64_t(ids.keys.size());
+        require_last_token(path, last, count);
         if (last < 256 || last > 65535)
             fail("%s: <|endoftext|>, the last token, has id %lld, expected 256 to 65535: shards hold 16-bit tokens",
                  path.c_str(), (long long)last);
         return size_t(last) + 1;
+    };
+    for (const auto& names : VOCABULARY_PAIRS) {
+        const std::string path = folder + "/" + names[1];
+        if (file_exists(folder + "/" + names[0]) && file_exists(path))
+            return size_of(path, parse_json(read_file(path), path));
     }
-    return GPT2_VOCABULARY;
+    const std::string path = folder + "/" + TOKENIZER_JSON;
+    return file_exists(path) ? size_of(path, ids_of_tokenizer_json(parse_tokenizer_json(path), path)) : GPT2_VOCABULARY;
+}
+
+// Does the folder hold a vocabulary that is recognised by its names? Whatever else the files are is found when they are
+// read.
+inline bool holds_vocabulary(const std::string& folder) {
+    if (file_exists(folder + "/" + TOKENIZER_JSON)) return true;
+    return std::any_of(std::begin(VOCABULARY_PAIRS), std::end(VOCABULARY_PAIRS), [&](const auto& names) {
+        return file_exists(folder + "/" + names[0]) && file_exists(folder + "/" + names[1]);
+    });
 }
 
 // vocab.bpe, and encoder.json. tokens: the bytes of each id, the last of which is end-of-text; merged: what id 256 + i
@@ -280,9 +363,28 @@ inline std::string ids_json(const std::vector<std::string>& tokens) {
     return text + ", " + json_quote(tokens.back()) + ": " + std::to_string(tokens.size() - 1) + "}\n";
 }
 
+// Both files or neither: they are written to a folder under another name, which is then renamed.
+inline void write_vocabulary(const std::string& folder, const std::vector<std::string>& tokens,
+                             const std::vector<std::pair<uint16_t, uint16_t>>& merged) {
+    const std::string writing = folder + ".writing";
+    remove_tree(writing);  // of a writer that died
+    try {
+        make_folders(writing);
+        write_text_file(writing + "/vocab.bpe", merges_text(tokens, merged));
+        write_text_file(writing + "/encoder.json", ids_json(tokens));
+        sync_folder(writing);
+        rename_path(writing, folder);
+    } catch (const Error&) {
+        remove_tree(writing);
+        throw;
+    }
+    sync_folder(folder_of(folder));
+}
+
 // Reads `size` tokens from the first of these that the folder holds:
 //     vocab.bpe and encoder.json       as OpenAI published them
 //     merges.txt and vocab.json        the same files under Hugging Face's names
+//     tokenizer.json                   both in one, as transformers writes it
 //     one *.tiktoken                   r50k_base.tiktoken
 //     gpt2_tokenizer.bin               llm.c's
 // Calls add for the ids from 256 to size - 2. Returns the name of the file or files.
@@ -293,8 +395,12 @@ inline std::string read_gpt2_vocabulary(const std::string& folder, size_t size, 
     for (const auto& names : VOCABULARY_PAIRS) {
         const std::string merges = folder + "/" + names[0], ids = folder + "/" + names[1];
         if (!file_exists(merges) || !file_exists(ids)) continue;
-        check_encoder_json(ids, size, merges, read_vocab_bpe(merges, size, add));
+        read_merges_and_ids(merges, ids, size, add);
         return merges + " and " + names[1];
+    }
+    if (file_exists(folder + "/" + TOKENIZER_JSON)) {
+        read_tokenizer_json(folder + "/" + TOKENIZER_JSON, size, add);
+        return folder + "/" + TOKENIZER_JSON;
     }
     if (ranks.size() > 1)
         fail("%s holds several vocabularies, %s and %s: leave one", folder.c_str(), ranks[0].c_str(), ranks[1].c_str());
@@ -311,7 +417,7 @@ inline std::string read_gpt2_vocabulary(const std::string& folder, size_t size, 
             if (file_exists(folder + "/" + names[i]))
                 fail("%s holds %s but not %s: both are needed", folder.c_str(), names[i], names[1 - i]);
     fail(
-        "%s holds no GPT-2 vocabulary: expected vocab.bpe and encoder.json, or merges.txt and vocab.json, or one "
-        "*.tiktoken, or gpt2_tokenizer.bin",
+        "%s holds no GPT-2 vocabulary: expected vocab.bpe and encoder.json, or merges.txt and vocab.json, or "
+        "tokenizer.json, or one *.tiktoken, or gpt2_tokenizer.bin",
         folder.c_str());
 }

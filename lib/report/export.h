@@ -39,53 +39,69 @@ static std::string hf_config_json(const Config& c, int end_of_text) {
     text +=
         ", \"model_type\": \"nsa\", \"architectures\": [\"NsaForCausalLM\"],\n \"auto_map\": {\"AutoConfig\": "
         "\"configuration_nsa.NsaConfig\", \"AutoModelForCausalLM\": \"modeling_nsa.NsaForCausalLM\"},\n ";
-    return text + format_text("\"bos_token_id\": %d, \"eos_token_id\": %d, \"tie_word_embeddings\": false}\n",
-                              end_of_text, end_of_text);
+    return text + format_text("\"bos_token_id\": %d, \"eos_token_id\": %d, \"tie_word_embeddings\": %s}\n", end_of_text,
+                              end_of_text, c.head == "tied" ? "true" : "false");
 }
 
-// A token that stands before and between documents serves as padding too: it is never trained to look back.
-static std::string special_tokens_json(const std::string& token) {
-    std::string text;
+// What the files of both kinds of tokenizer say of it. A token that stands before and between documents serves as
+// padding too: it is never trained to look back. longest: tokens that the model was trained on at a time.
+static std::string tokenizer_config_json(const char* type, const std::string& token, int64_t longest) {
+    std::string text = std::string("{\"tokenizer_class\": \"") + type + "\"";
     for (const char* name : {"bos_token", "eos_token", "pad_token", "unk_token"})
-        text += std::string(", \"") + name + "\": " + token;
+        text += std::string(", \"") + name + "\": " + json_quote(token);
     return text +
-           ", \"model_input_names\": [\"input_ids\", \"attention_mask\"], \"padding_side\": \"right\", "
-           "\"clean_up_tokenization_spaces\": false}\n";
+           ", \"add_prefix_space\": false, \"model_input_names\": [\"input_ids\", \"attention_mask\"], "
+           "\"padding_side\": "
+           "\"left\", \"clean_up_tokenization_spaces\": false, \"model_max_length\": " +
+           std::to_string(longest) + "}\n";
+}
+
+// For transformers without any code of ours. vocabulary, merges: as JSON; special: the token that no text makes;
+// by_words: text is cut into GPT-2's pieces first.
+static std::string tokenizer_json(const std::string& vocabulary, const std::string& merges, const std::string& special,
+                                  int id, bool by_words) {
+    const std::string byte_level =
+        "{\"type\": \"ByteLevel\", \"add_prefix_space\": false, \"trim_offsets\": true, \"use_regex\": " +
+        std::string(by_words ? "true" : "false") + "}";
+    return "{\"version\": \"1.0\", \"truncation\": null, \"padding\": null,\n \"added_tokens\": [{\"id\": " +
+           std::to_string(id) + ", \"content\": " + json_quote(special) +
+           ", \"single_word\": false, \"lstrip\": false, \"rstrip\": false, \"normalized\": false, "
+           "\"special\": true}],\n \"normalizer\": null, \"pre_tokenizer\": " +
+           byte_level + ",\n \"post_processor\": null, \"decoder\": " + byte_level +
+           ",\n \"model\": {\"type\": \"BPE\", \"dropout\": null, \"unk_token\": null, \"continuing_subword_prefix\": "
+           "null, \"end_of_word_suffix\": null, \"fuse_unk\": false, \"byte_fallback\": false, \"vocab\": " +
+           vocabulary + ", \"merges\": [" + merges + "]}}\n";
 }
 
 // One token per byte, whose id is the byte, as a BPE without merges. Byte 0, which text does not contain and which
 // stands before documents, is the special token.
-static TextFiles bytes_tokenizer_files() {
+static TextFiles bytes_tokenizer_files(int64_t longest) {
     const ByteAlphabet alphabet;
-    std::string vocabulary = "\"\\u0000\": 0";
+    const std::string special(1, '\0');
+    std::string vocabulary = "{" + json_quote(special) + ": 0";
     for (int b = 1; b < 256; b++)
         vocabulary += ", " + json_quote(alphabet.written(std::string(1, char(b)))) + ": " + std::to_string(b);
-    const std::string byte_level =
-        "{\"type\": \"ByteLevel\", \"add_prefix_space\": false, \"trim_offsets\": true, \"use_regex\": false}";
-    const std::string tokenizer =
-        "{\"version\": \"1.0\", \"truncation\": null, \"padding\": null,\n \"added_tokens\": [{\"id\": 0, \"content\": "
-        "\"\\u0000\", \"single_word\": false, \"lstrip\": false, \"rstrip\": false, \"normalized\": false, "
-        "\"special\": true}],\n \"normalizer\": null, \"pre_tokenizer\": " +
-        byte_level + ",\n \"post_processor\": null, \"decoder\": " + byte_level +
-        ",\n \"model\": {\"type\": \"BPE\", \"dropout\": null, \"unk_token\": null, \"continuing_subword_prefix\": "
-        "null, \"end_of_word_suffix\": null, \"fuse_unk\": false, \"byte_fallback\": false, \"vocab\": {" +
-        vocabulary + "}, \"merges\": []}}\n";
     return {
-        {"tokenizer.json", tokenizer},
-        {"tokenizer_config.json",
-         "{\"tokenizer_class\": \"PreTrainedTokenizerFast\"" + special_tokens_json("\"\\u0000\"")},
+        {TOKENIZER_JSON, tokenizer_json(vocabulary + "}", "", special, 0, false)},
+        {"tokenizer_config.json", tokenizer_config_json("PreTrainedTokenizerFast", special, longest)},
     };
 }
 
 // A vocabulary of GPT-2's kind under Hugging Face's names; this program reads them too, as --vocab-dir.
 template <class Tokenizer>
-TextFiles tokenizer_files(const Tokenizer& t) {
-    if (t.is_bytes) return bytes_tokenizer_files();
+TextFiles tokenizer_files(const Tokenizer& t, int64_t longest) {
+    if (t.is_bytes) return bytes_tokenizer_files(longest);
+    const ByteAlphabet alphabet;
+    std::string merges;
+    for (const auto& [left, right] : t.merged)
+        merges += (merges.empty() ? "" : ", ") +
+                  json_quote(alphabet.written(t.tokens[left]) + " " + alphabet.written(t.tokens[right]));
+    const std::string ids = ids_json(t.tokens);
     return {
-        {"vocab.json", ids_json(t.tokens)},
+        {"vocab.json", ids},
         {"merges.txt", merges_text(t.tokens, t.merged)},
-        {"tokenizer_config.json", "{\"tokenizer_class\": \"GPT2Tokenizer\", \"add_prefix_space\": false" +
-                                      special_tokens_json(json_quote(t.tokens.back()))},
+        {TOKENIZER_JSON, tokenizer_json(ids.substr(0, ids.size() - 1), merges, t.tokens.back(), t.end_of_text, true)},
+        {"tokenizer_config.json", tokenizer_config_json("GPT2Tokenizer", t.tokens.back(), longest)},
     };
 }
 
@@ -135,7 +151,7 @@ void export_checkpoint(Config c) {
     const Table table(c);
     require_known_to_pytorch(table);
     const std::vector<TensorView> tensors = tensors_of_model(table, *model.weights);
-    TextFiles files = tokenizer_files(*tokenizer);
+    TextFiles files = tokenizer_files(*tokenizer, c.seq_len);
     files.emplace_back("modeling_nsa.py", std::string(file_modeling_nsa, file_modeling_nsa_end));
     files.emplace_back("configuration_nsa.py", std::string(file_configuration_nsa, file_configuration_nsa_end));
     const int end_of_text = tokenizer->end_of_text;
@@ -156,8 +172,17 @@ void export_checkpoint(Config c) {
     }
     std::printf("export: %s, %lld parameters, to %s\n", printable(model.folder).c_str(), (long long)table.parameters,
                 printable(to).c_str());
-    std::printf("load it with: AutoModelForCausalLM.from_pretrained(\"%s\", trust_remote_code=True)\n",
-                printable(to).c_str());
+    std::printf("load it with: AutoModelForCausalLM.from_pretrained(%s, trust_remote_code=True)\n",
+                printable(json_quote(to)).c_str());
+}
+
+// tokens: rows of the embedding.
+static void require_embedding_of(const std::string& path, int64_t tokens, int64_t vocabulary) {
+    if (tokens == vocabulary) return;
+    fail(
+        "%s: the embedding was resized to %lld tokens, and the vocabulary has %lld: added tokens cannot be imported; "
+        "model.resize_token_embeddings(%lld) takes them back",
+        path.c_str(), (long long)tokens, (long long)vocabulary, (long long)vocabulary);
 }
 
 // The config.json of an export, or of what transformers saved again, in c.
@@ -169,36 +194,62 @@ static void read_hf_config(Config& c, const std::string& folder) {
     if (!type || type->kind != Json::String || type->text != "nsa" || !root.find("architecture"))
         fail("%s: model_type is %s, expected \"nsa\": it is no folder that export wrote", path.c_str(),
              type && type->kind == Json::String ? json_quote(type->text).c_str() : "missing");
+    const Json* const words = root.find("tokenizer");
+    if (words && words->text == "bytes") require_embedding_of(path, root.integer("vocab_size", path), 256);
     read_config_json(c, path);
 }
 
+// The vocabulary that came with the model; null for bytes, and where there is none.
+template <class Tokenizer>
+std::unique_ptr<Tokenizer> vocabulary_of_hf(const Config& c, const std::string& folder) {
+    if (c.tokenizer == "bytes" || !holds_vocabulary(folder)) return nullptr;
+    auto found = std::make_unique<Tokenizer>(Tokenizer::gpt2(folder));
+    require_embedding_of(folder + "/config.json", c.vocab_size, found->vocab_size());
+    if (c.vocab_digest && c.vocab_digest != found->digest())
+        fail(
+            "%s holds other tokens (digest %08x) than the model's vocabulary (%08x), though as many: put back the one "
+            "of the export",
+            found->source.c_str(), found->digest(), c.vocab_digest);
+    return found;
+}
+
 // A checkpoint of step 0 without moments, whose options are those of a new run with this model.
-template <class Table>
+template <class Tokenizer, class Table>
 void import_checkpoint(Config c) {
     if (c.from.empty()) fail_usage("import: --from is missing: a folder that export wrote");
     const std::string from = c.from, to = c.out;
     apply_preset(c, {});
     read_hf_config(c, from);
     resolve_batch(c, {}, 1, false);
-    if (file_exists(from + "/vocab.json") && file_exists(from + "/merges.txt")) c.vocab_dir = from;
+    const std::unique_ptr<Tokenizer> tokenizer = vocabulary_of_hf<Tokenizer>(c, from);
+    if (!file_exists(from + "/model.safetensors") && file_exists(from + "/model.safetensors.index.json"))
+        fail(
+            "%s/model.safetensors is missing, it is in pieces: save it with model.save_pretrained(DIR, "
+            "max_shard_size=\"1TB\")",
+            from.c_str());
     const SafeTensors file(from + "/model.safetensors");
     const Table table(c);
     const std::vector<TensorView> tensors = tensors_of_model(table, file);
     require_finite(file);
     require_empty_folder(to, "import");
     make_folders(to);
-    const std::string writing = begin_checkpoint(to, 0);
+    const std::string writing = begin_checkpoint(to, 0), vocabulary = to + "/" + VOCABULARY_OF_RUN;
     std::vector<FileRecord> records;
     try {
+        if (tokenizer) write_vocabulary(c.vocab_dir = vocabulary, tokenizer->tokens, tokenizer->merged);
         records.push_back(write_safetensors(writing + "/model.safetensors", {{"format", "pt"}}, tensors));
         records.push_back(write_text_file(writing + "/config.json", config_json(c)));
         commit_checkpoint(to, 0, records, "{\"imported\": true, \"options\": " + manifest_json(c) + "}");
     } catch (const Error&) {
         abandon_checkpoint(to, 0, complain);
+        remove_tree(vocabulary);
         throw;
     }
     std::printf("import: %s, %lld parameters, to %s\n", printable(from).c_str(), (long long)table.parameters,
                 printable(to).c_str());
-    std::printf("begin a run with these weights: %s --init-from %s\n", shell_word(program_name).c_str(),
+    const bool knows_tokens = tokenizer || c.tokenizer == "bytes";
+    std::printf("next:   %s sample --from %s%s --prompt \"...\"\n", shell_word(program_name).c_str(),
+                shell_word(to).c_str(), knows_tokens ? "" : " --vocab-dir DIR");
+    std::printf("--init-from %s begins a run with these weights, on the shards that --data names\n",
                 shell_word(to).c_str());
 }

@@ -115,6 +115,7 @@ inline std::string model_card(const Config& c, const std::string& checkpoint, co
     const std::string name = printable(std::filesystem::weakly_canonical(absolute_path(folder)).filename().string());
     std::string command;
     const std::string training = rows_of_training(checkpoint, command);
+    const std::string tokenizer_class = c.tokenizer == "bytes" ? "PreTrainedTokenizerFast" : "GPT2TokenizerFast";
     return "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n# " + name +
            "\nA language model with Native Sparse Attention (arXiv 2502.11089), trained and exported by train_nsa " +
            version_text() +
@@ -132,9 +133,8 @@ inline std::string model_card(const Config& c, const std::string& checkpoint, co
            (command.empty()
                 ? ""
                 : "\nThe command, with the names of files but not their folders:\n```\n" + command + "\n```\n") +
-           "\n```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n"
-           "tokenizer = AutoTokenizer.from_pretrained(" +
-           json_quote(name) + ")\nmodel = AutoModelForCausalLM.from_pretrained(" + json_quote(name) +
+           "\n```python\nfrom transformers import AutoModelForCausalLM, " + tokenizer_class +
+           "\ntokenizer = " + tokenizer_class + ".from_pretrained(" + json_quote(name) + ")\nmodel = AutoModelForCausalLM.from_pretrained(" + json_quote(name) +
            ", trust_remote_code=True)\n```\n`trust_remote_code` runs modeling_nsa.py of this folder: read it "
            "first.\n";
 }

@@ -139,9 +139,13 @@ static void read_config_json(Config& c, const std::string& path) {
         fail("%s: norm_eps differs from this program's %g", path.c_str(), NORM_EPS);
 }
 
-// Where the training of a checkpoint found the vocabulary; "": it had none, or the checkpoint does not say.
+// The vocabulary of a checkpoint: beside its weights, in its run, or where the training found it; "": it had none, or
+// the checkpoint does not say.
 static std::string vocabulary_of_checkpoint(const std::string& folder) {
+    if (holds_vocabulary(folder)) return folder;
     if (!file_exists(folder + "/manifest.json")) return "";
+    const std::string of_run = folder_of(folder) + "/" + VOCABULARY_OF_RUN;
+    if (holds_vocabulary(of_run)) return of_run;
     const Manifest manifest = read_manifest(folder);
     return manifest.state.get("options", manifest.path).string("vocab_dir", manifest.path);
 }
@@ -163,7 +167,7 @@ static void inherit_model(Config& c, std::set<std::string>& given) {
     c.vocab_size = there.vocab_size;
     c.vocab_digest = there.vocab_digest;
     std::string vocabulary;
-    error_of([&] { vocabulary = vocabulary_of_checkpoint(folder_of(path)); });
+    if (c.tokenizer == "gpt2") error_of([&] { vocabulary = vocabulary_of_checkpoint(folder_of(path)); });
     if (c.vocab_dir.empty() && file_exists(vocabulary)) c.vocab_dir = vocabulary;
 }
 
@@ -308,6 +312,8 @@ static bool inherit_options(Config& c, std::set<std::string>& given) {
         }
         if (name != "batch") given.insert(name);  // another number of ranks may need another micro-batch
     }
+    const std::string of_run = folder + "/" + VOCABULARY_OF_RUN;
+    if (!c.vocab_dir.empty() && !file_exists(c.vocab_dir) && holds_vocabulary(of_run)) c.vocab_dir = of_run;
     return true;
 }
 
@@ -445,7 +451,7 @@ static void read_trained_config(Config& c, const std::string& folder) {
     c.trained_seq_len = c.seq_len;
     if (seq_len) c.seq_len = seq_len;
     if (branches != "all") c.branches = branches;
-    if (c.vocab_dir.empty()) c.vocab_dir = vocabulary_of_checkpoint(folder);
+    if (c.vocab_dir.empty() && c.tokenizer == "gpt2") c.vocab_dir = vocabulary_of_checkpoint(folder);
 }
 
 struct TrainedModel {

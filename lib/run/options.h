@@ -198,7 +198,7 @@ static const Option OPTIONS[] = {
      "vocabulary: 256 bytes, or a BPE of GPT-2's kind, GPT-2's 50257 tokens or those of --vocab-dir; tokenize "
      "without it: gpt2"},
     {"vocab-dir", EVERY_VERB & ~(IMPORT | VOCABULARY), &TrainConfig::vocab_dir, "", ANY,
-     "folder with vocab.bpe + encoder.json of any size, a .tiktoken file or gpt2_tokenizer.bin"},
+     "folder with vocab.bpe + encoder.json or tokenizer.json of any size, a .tiktoken file or gpt2_tokenizer.bin"},
     // the optimiser
     {"batch", TRAIN | EVAL, &ModelConfig::batch, "auto", between(1, 64 * K), "sequences per rank and micro-step"},
     {"seq-len", TRAIN | EVAL, &ModelConfig::seq_len, "preset", between(1, M),
@@ -658,7 +658,8 @@ inline bool is_for_one_process(int argc, const char* const* argv, bool by_mpirun
     Verb verb = TRAIN;
     error_of([&] { verb = read_verb(argc, argv, c, at); });
     const auto prints = [](const std::string& word) { return is_choice(word, "-h|--help|--version"); };
-    return c.help || std::any_of(argv + std::min(1, argc), argv + argc, prints) || (!(verb & (TRAIN | EVAL)) && !by_mpirun);
+    return c.help || std::any_of(argv + std::min(1, argc), argv + argc, prints) ||
+           (!(verb & (TRAIN | EVAL)) && !by_mpirun);
 }
 
 // What was asked for: the command line over the table's defaults. Names of the options given are left in `given`.

@@ -52,13 +52,18 @@ inline std::string unused_name_beside(const std::string& path) {
     return path + "." + std::to_string(n);
 }
 
+constexpr const char* VOCABULARY_OF_RUN = "vocabulary";  // a folder with its copy of the vocabulary
+
+// Whether these may also be somebody else's, who has given them this name; they are not where there is no run.
+inline bool has_plain_name(const std::string& name) { return name == "halt" || name == VOCABULARY_OF_RUN; }
+
 // Is this the name of a file or folder that a run writes?
 inline bool is_run_file(const std::string& name) {
     const auto like = [&](const char* begin, const char* end) {
         const size_t b = std::strlen(begin), e = std::strlen(end);
         return name.size() > b + e && !name.compare(0, b, begin) && !name.compare(name.size() - e, e, end);
     };
-    for (const char* file : {"run.json", "main.log", "log.jsonl", "halt"})
+    for (const char* file : {"run.json", "main.log", "log.jsonl", "halt", VOCABULARY_OF_RUN})
         if (name == file) return true;
     if (like("events.out.tfevents.", "")) return true;
     return step_of_name(name) >= 0 || step_of_name(name, ".writing") >= 0 || step_of_name(name, ".removing") >= 0 ||
@@ -122,7 +127,7 @@ inline void prepare_run_folder(const std::string& out, bool resuming, const std:
     std::vector<std::string> earlier;
     if (!resuming)
         for (const std::string& name : folder_entries(out))
-            if (is_run_file(name) && (name != "halt" || is_run_folder(out))) earlier.push_back(name);
+            if (is_run_file(name) && (!has_plain_name(name) || is_run_folder(out))) earlier.push_back(name);
     if (!earlier.empty() && !is_run_folder(out))
         fail("--out %s holds %s, which no run of this program has written: choose another folder", out.c_str(),
              earlier[0].c_str());

@@ -77,6 +77,14 @@ RunStart open_run(const Config& c, const std::set<std::string>& given, const Wor
     return start;
 }
 
+// A run carries its vocabulary, so that no verb has to ask where it is.
+template <class Tokenizer>
+void keep_vocabulary(const Tokenizer* tokenizer, const std::string& out) {
+    const std::string folder = out + "/" + VOCABULARY_OF_RUN;
+    if (tokenizer && !tokenizer->is_bytes && !file_exists(folder))
+        write_vocabulary(folder, tokenizer->tokens, tokenizer->merged);
+}
+
 // On rank 0, when the folder is there and the weights are: opens the logs and writes the run's first lines into them.
 template <class Model>
 void begin_log(RunReport& report, const Config& c, const std::string& checkpoint, const TrainState& state,

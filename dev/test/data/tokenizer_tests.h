@@ -718,6 +718,14 @@ TEST(damaged_vocabularies_are_refused_with_their_place) {
     ids_with("is no byte and is made by no merge of", [](Lines& l) { l[300] = "\"xyz\": 300"; });
     ids_with("has a character that stands for no byte", [](Lines& l) { l[300] = "\"\\u3042\": 300"; });
     ids_with("<|endoftext|> has id 5, expected 326", [](Lines& l) { l.back() = "\"<|endoftext|>\": 5"; });
+    {  // as trainers write it that count special tokens first
+        TempFolder f;
+        std::vector<std::string> first = {"\"<|endoftext|>\": 0"};
+        for (size_t i = 0; i + 1 < entries.size(); i++)
+            first.push_back(entries[i].substr(0, entries[i].rfind(' ')) + " " + std::to_string(i + 1));
+        write_openai(f.path, lines, first);
+        CHECK_FAILS(1, "<|endoftext|> has id 0 of 327 tokens, expected the last, 326", Tokenizer::gpt2(f.path));
+    }
     ids_with("found a string, expected a number", [](Lines& l) { l[7] = "\"(\": \"7\""; });
     ids_with("found 7.5, expected a whole number", [](Lines& l) { l[7] = "\"(\": 7.5"; });
     const auto tiktoken_with = [&](const char* words, const std::function<void(std::vector<std::string>&)>& damage) {

@@ -105,9 +105,10 @@ TEST(export_of_gpt2_carries_the_vocabulary) {
     CHECK_REFUSED(export_to(to, run_folder, {"--vocab-dir", folder.file("none")}), 1, folder.file("none"));
     CHECK(!file_exists(to));
     REQUIRE_GOOD(export_to(to, run_folder, {"--vocab-dir", vocabulary}));
-    CHECK(names_in(to) == std::set<std::string>({"README.md", "config.json", "configuration_nsa.py",
-                                                 "generation_config.json", "merges.txt", "model.safetensors",
-                                                 "modeling_nsa.py", "tokenizer_config.json", "vocab.json"}));
+    CHECK(names_in(to) ==
+          std::set<std::string>({"README.md", "config.json", "configuration_nsa.py", "generation_config.json",
+                                 "merges.txt", "model.safetensors", "modeling_nsa.py", "tokenizer.json",
+                                 "tokenizer_config.json", "vocab.json"}));
     CHECK(read_file(to + "/merges.txt") == merges);
     const std::string from = vocabulary + "/encoder.json", written = to + "/vocab.json";
     const Json expected = parse_json(read_file(from), from), found = parse_json(read_file(written), written);
@@ -122,6 +123,81 @@ TEST(export_of_gpt2_carries_the_vocabulary) {
     REQUIRE_GOOD(original);
     REQUIRE_GOOD(back);
     CHECK_EQUAL(back.out, original.out);
+}
+
+// From wherever a run was trained, through transformers and back: nobody says again where the vocabulary is.
+TEST(vocabulary_goes_where_the_model_goes) {
+    using namespace program;
+    TempFolder folder;
+    const std::string vocabulary = folder.file("vocabulary"), text = folder.file("a.txt"), data = folder.file("a");
+    write_file(text, read_file("dev/MODEL.md").substr(0, 20000));
+    REQUIRE_GOOD(run({"vocabulary", "--in", text, "--size", "300", "--out", vocabulary}));
+    REQUIRE_GOOD(run({"tokenize", "--in", text, "--out", data, "--vocab-dir", vocabulary}));
+    REQUIRE_GOOD(train({{"out", folder.file("first")},
+                        {"tokenizer", "gpt2"},
+                        {"vocab-dir", vocabulary},
+                        {"data", data + "_train_*.bin"}}));
+    const Tokenizer original = Tokenizer::gpt2(vocabulary);
+    remove_tree(vocabulary);
+    rename_path(folder.file("first"), folder.file("run's"));
+    const std::string run_folder = folder.file("run's"), hf = folder.file("hf");
+    const Words greedy = {"--temperature", "0", "--tokens", "8", "--prompt", "two words", "--threads", "1"};
+    const auto sample = [&](const std::string& from) {
+        const Result r = run(joined({"sample", "--from", from}, greedy));
+        REQUIRE_GOOD(r);
+        return r.out;
+    };
+    const std::string expected = sample(run_folder);
+    REQUIRE_GOOD(run({"eval", "--from", run_folder, "--text", text, "--threads", "1"}));
+    REQUIRE_GOOD(run({"inspect", "--from", run_folder, "--text", text, "--json", folder.file("i"), "--threads", "1"}));
+    REQUIRE_GOOD(export_to(hf, run_folder));
+    CHECK_EQUAL(sample(hf), expected);
+    // transformers 5 saves tokenizer.json alone; its merges are lists in some versions, and end-of-text is added
+    const std::string again = folder.file("again"), json = again + "/tokenizer.json",
+                      tokens = read_file(hf + "/tokenizer.json");
+    make_folders(again);
+    for (const char* name : {"config.json", "model.safetensors", "tokenizer.json"})
+        std::filesystem::copy_file(hf + "/" + name, again + "/" + name);
+    const auto with_lists = [&] {
+        const size_t at = tokens.find("\"merges\": ");
+        return tokens.substr(0, at) +
+               std::regex_replace(tokens.substr(at), std::regex("\"([^\", ]+) ([^\", ]+)\""), "[\"$1\", \"$2\"]");
+    };
+    const size_t end = tokens.find(", \"<|endoftext|>\": 299}");
+    REQUIRE(end != std::string::npos);
+    int imports = 0;
+    for (const std::string& form : {tokens, with_lists(), std::string(tokens).erase(end, 23).insert(end, "}")}) {
+        write_file(json, form);
+        CHECK_EQUAL(Tokenizer::gpt2(again).digest(), original.digest());
+        const std::string back = folder.file("back " + std::to_string(imports++));
+        const Result r = import_to(back, again);
+        REQUIRE_GOOD(r);
+        CHECK_EQUAL(sample(back), expected);
+        const size_t next = r.out.find("next:   ");  // as it is printed
+        REQUIRE(next != std::string::npos);
+        REQUIRE_GOOD(execute({"/bin/bash", "-c",
+                              r.out.substr(next + 8, r.out.find('\n', next) - next - 8) + " --tokens 1 --threads 1"}));
+        REQUIRE_GOOD(run({"--init-from", back, "--data", data + "_train_*.bin", "--out", back + "/on", "--steps", "1",
+                          "--batch", "2", "--total-batch", "128", "--threads", "1", "--warmup", "0"}));
+        sample(back + "/on");
+    }
+    REQUIRE_GOOD(run({"--resume", run_folder, "--steps", "3"}));
+    // What is not this vocabulary is named.
+    const auto refused = [&](const std::string& form, const std::string& words) {
+        write_file(json, form);
+        CHECK_REFUSED(import_to(folder.file("x"), again), 1, again, words);
+    };
+    refused(std::regex_replace(tokens, std::regex("true, \"use_regex\": true"), "true, \"use_regex\": false"),
+            "GPT-2's kind");
+    refused(std::regex_replace(tokens, std::regex("\"BPE\""), "\"WordPiece\""), "GPT-2's kind");
+    refused("{}", "model");
+    write_file(json, tokens);
+    const std::string config = read_file(hf + "/config.json");
+    write_file(again + "/config.json", with_json_value(config, "vocab_size", "305"));
+    CHECK_REFUSED(import_to(folder.file("x"), again), 1, "resized to 305 tokens", "has 300");
+    write_file(again + "/config.json", with_json_value(config, "vocab_digest", "\"00000001\""));
+    CHECK_REFUSED(import_to(folder.file("x"), again), 1, "other tokens");
+    CHECK(!file_exists(folder.file("x")));
 }
 
 TEST(import_of_an_export_is_the_run) {
@@ -231,6 +307,8 @@ TEST(export_and_import_refuse_in_one_line) {
     const std::string config = hf + "/config.json", model = hf + "/model.safetensors", good = read_file(config);
     write_file(config, "{\"model_type\": \"gpt2\"}");
     CHECK_REFUSED(import_to(to, hf), 1, config, "\"gpt2\"", "expected \"nsa\"");
+    write_file(config, with_json_value(good, "vocab_size", "260"));
+    CHECK_REFUSED(import_to(to, hf), 1, config, "resized to 260 tokens", "has 256");
     write_file(config, with_json_value(good, "heads", "3000"));
     CHECK_REFUSED(import_to(to, hf), 1, config, "--heads", "3000");
     write_file(config, with_json_value(good, "mlp_hidden", "33"));
@@ -254,6 +332,8 @@ TEST(export_and_import_refuse_in_one_line) {
     tensors.back().data = bad.data();
     write_safetensors(model, {}, tensors);
     CHECK_REFUSED(import_to(to, hf), 1, model, "number 1 of " + tensors.back().name, "nan");
+    rename_path(model, hf + "/model.safetensors.index.json");  // as of a model in pieces
+    CHECK_REFUSED(import_to(to, hf), 1, "max_shard_size");
     CHECK(!file_exists(to));  // none of them left anything
 }
 
