@@ -130,7 +130,9 @@ TEST(vocabulary_goes_where_the_model_goes) {
     using namespace program;
     TempFolder folder;
     const std::string vocabulary = folder.file("vocabulary"), text = folder.file("a.txt"), data = folder.file("a");
+    const std::string line = folder.file("line.txt");
     write_file(text, read_file("dev/MODEL.md").substr(0, 20000));
+    write_file(line, "two words");
     REQUIRE_GOOD(run({"vocabulary", "--in", text, "--size", "300", "--out", vocabulary}));
     REQUIRE_GOOD(run({"tokenize", "--in", text, "--out", data, "--vocab-dir", vocabulary}));
     REQUIRE_GOOD(train({{"out", folder.file("first")},
@@ -148,10 +150,10 @@ TEST(vocabulary_goes_where_the_model_goes) {
         return r.out;
     };
     const std::string expected = sample(run_folder);
-    REQUIRE_GOOD(run({"eval", "--from", run_folder, "--text", text, "--threads", "1"}));
-    REQUIRE_GOOD(run({"inspect", "--from", run_folder, "--text", text, "--json", folder.file("i"), "--threads", "1"}));
+    REQUIRE_GOOD(run({"eval", "--from", run_folder, "--text", line, "--threads", "1"}));
+    REQUIRE_GOOD(run({"inspect", "--from", run_folder, "--text", line, "--json", folder.file("i"), "--threads", "1"}));
     REQUIRE_GOOD(export_to(hf, run_folder));
-    CHECK_EQUAL(sample(hf), expected);
+    CHECK_EQUAL(run(joined({"sample", "--from", hf}, greedy)).out, expected);  // warns that it has no manifest
     // transformers 5 saves tokenizer.json alone; its merges are lists in some versions, and end-of-text is added
     const std::string again = folder.file("again"), json = again + "/tokenizer.json",
                       tokens = read_file(hf + "/tokenizer.json");
