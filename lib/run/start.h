@@ -62,9 +62,15 @@ RunStart open_run(const Config& c, const std::set<std::string>& given, const Wor
     bool has_steps = true;
     if (resumes) {
         require_same_model(c, start.checkpoint, "resume");
-        const TrainState state = read_state(read_manifest(start.checkpoint));
+        const Manifest manifest = read_manifest(start.checkpoint);
+        const TrainState state = read_state(manifest);
         resume_data(*data.train, c, state, says);
         has_steps = state.step < c.steps;
+        const Json* const validated = manifest.state.find("validation");
+        if (says && validated && !data.val.empty() &&
+            validated->string("data", manifest.path)
+                .compare(0, 16, format_text("%016llx", (unsigned long long)data.val[0].loader->state().corpus)))
+            std::printf("resume: validation is on other data than the checkpoint's: losses cannot be compared\n");
     } else {
         start.weights = open_initial_weights(c, model.table.specs, says);
     }

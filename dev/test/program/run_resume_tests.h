@@ -147,6 +147,25 @@ TEST(run_resumed_bare_is_the_run) {
                   "moments are those of muon", "leave --optimizer out");
 }
 
+// Other shards under the same names train on only if they are told to, and validate with a word.
+TEST(resume_says_that_validation_has_changed) {
+    using namespace program;
+    TempFolder folder;
+    const std::string val = folder.file("val.bin"), out = folder.file("run");
+    write_file(folder.file("train.bin"), shard(random_tokens(64 * 15 + 1, 1)));
+    const auto resumes = [&](uint64_t seed, const char* steps) {
+        write_file(val, shard(random_tokens(64 * 15 + 1, seed)));
+        const Result r = run({"--resume", out, "--steps", steps});
+        REQUIRE_GOOD(r);
+        return r.out.find("resume: validation is on other data") != std::string::npos;
+    };
+    write_file(val, shard(random_tokens(64 * 15 + 1, 2)));
+    REQUIRE_GOOD(train({{"data", folder.file("train.bin")}, {"val-data", val}, {"out", out}}));
+    CHECK(!resumes(2, "3"));
+    CHECK(resumes(3, "4"));
+    CHECK(!resumes(3, "5"));
+}
+
 // dev/reference.py, in fp64, repeats a step of either optimiser from one checkpoint to the next, and notices one that
 // is not the next.
 TEST_LONG(pytorch_repeats_an_update) {

@@ -593,6 +593,30 @@ TEST_LONG(script_demo_goes_from_a_text_to_a_sample) {
     }
 }
 
+// Built in a folder inside another repository, as of a tarball, the program does not name that one's commit.
+TEST(script_version_is_not_of_a_repository_around) {
+    TempFolder folder;
+    for (const char* file : {"Makefile", "CHANGELOG.md", "lib/run/config.sh", "lib/cuda/gpu.mk"}) {
+        const std::string to = folder.file(std::string("inner/") + file);
+        make_folders(folder_of(to));
+        std::filesystem::copy_file(file, to);
+    }
+    const std::string commit = "git init -q . && git -c user.name=x -c user.email=x commit -q --allow-empty -m x && ";
+    const auto version = [&](const std::string& before) {
+        const auto r =
+            program::execute({"/bin/bash", "-c",
+                              "cd " + folder.path + " && " + before +
+                                  "cd inner && make -s info NO_CUDA=1 NO_MPI=1 >/dev/null && cat build/version"});
+        CHECK_EQUAL(r.status, 0);
+        return r.out;
+    };
+    if (program::execute({"/usr/bin/env", "git", "--version"}).status != 0)
+        return skip("script_version_is_not_of_a_repository_around: no git on this machine");
+    const std::string around = version(commit), own = version("cd inner && " + commit + "cd .. && ");
+    CHECK(around.find('-') == std::string::npos && around.size() > 4);
+    CHECK_EQUAL(own.find(around.substr(0, around.size() - 1) + "-"), 0u);
+}
+
 // A folder that somebody else filled stays as it is, and its own is made anew; apostrophes are quoted.
 TEST(script_demo_empties_no_folder_of_others) {
     TempFolder folder;
