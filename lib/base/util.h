@@ -85,25 +85,6 @@ inline std::string printable(const std::string& text) {
     return out;
 }
 
-// A path as it can be pasted into a shell, and seen on a terminal: what a terminal would obey, and bytes that are no
-// UTF-8, take the $'\x1b' of bash and zsh.
-inline std::string shell_word(const std::string& path) {
-    if (printable(path) != path) {
-        std::string word = "$'";
-        for (const char c : path) {
-            if (c == '\'' || c == '\\') word += '\\';
-            word += uint8_t(c) >= ' ' && uint8_t(c) < 127 ? std::string(1, c) : format_text("\\x%02x", uint8_t(c));
-        }
-        return word + "'";
-    }
-    if (path.find_first_not_of("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-+=.,:/@%") ==
-        std::string::npos)
-        return path;
-    std::string word = "'";
-    for (char c : path) word += c == '\'' ? "'\\''" : std::string(1, c);
-    return word + "'";
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // Errors. Everything a user can cause is thrown as an Error, whose text is one line: what went wrong, where (file,
 // offset, option), what was expected, what to do. main() prints it and exits with its status: 2 for wrong usage, 1 for
@@ -134,6 +115,25 @@ __attribute__((format(printf, 1, 2))) inline std::string format_text(const char*
     std::string text = format_list(format, args);
     va_end(args);
     return text;
+}
+
+// A path as it can be pasted into a shell, and seen on a terminal: what a terminal would obey, and bytes that are no
+// UTF-8, take the $'\x1b' of bash and zsh.
+inline std::string shell_word(const std::string& path) {
+    if (printable(path) != path) {
+        std::string word = "$'";
+        for (const char c : path) {
+            if (c == '\'' || c == '\\') word += '\\';
+            word += uint8_t(c) >= ' ' && uint8_t(c) < 127 ? std::string(1, c) : format_text("\\x%02x", uint8_t(c));
+        }
+        return word + "'";
+    }
+    if (path.find_first_not_of("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-+=.,:/@%") ==
+        std::string::npos)
+        return path;
+    std::string word = "'";
+    for (char c : path) word += c == '\'' ? "'\\''" : std::string(1, c);
+    return word + "'";
 }
 
 // Bad data, a failed system call, a missing file: exit status 1.

@@ -134,7 +134,8 @@ inline std::string model_card(const Config& c, const std::string& checkpoint, co
                 ? ""
                 : "\nThe command, with the names of files but not their folders:\n```\n" + command + "\n```\n") +
            "\n```python\nfrom transformers import AutoModelForCausalLM, " + tokenizer_class +
-           "\ntokenizer = " + tokenizer_class + ".from_pretrained(" + json_quote(name) + ")\nmodel = AutoModelForCausalLM.from_pretrained(" + json_quote(name) +
+           "\ntokenizer = " + tokenizer_class + ".from_pretrained(" + json_quote(name) +
+           ")\nmodel = AutoModelForCausalLM.from_pretrained(" + json_quote(name) +
            ", trust_remote_code=True)\n```\n`trust_remote_code` runs modeling_nsa.py of this folder: read it "
            "first.\n";
 }
