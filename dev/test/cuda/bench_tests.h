@@ -372,8 +372,8 @@ TEST(cuda_bench_attention_runs) {
     CHECK_EQUAL(results.size(), size_t(2 + 4 * lengths));
     for (const char* which : {"matrix products", "copies"})
         CHECK(results.count(format_text("attention, %d tokens: ceiling of %s", 64 * lengths, which)) == 1);
-    const std::set<std::string> of_both = {"compressed",           "scores and choice",      "window",
-                                           "gated sum, row terms", "phi of keys and values", "split and rotated heads"},
+    const std::set<std::string> of_nsa = {"compressed",           "scores and choice",      "window",
+                                          "gated sum, row terms", "phi of keys and values", "split and rotated heads"},
                                 of_full = {"full: attention", "full: merged heads, row terms",
                                            "full: split and rotated heads"};
     size_t line = 0;
@@ -392,9 +392,10 @@ TEST(cuda_bench_attention_runs) {
             CHECK(found.count(name) == 0);
             found[name] = rows[i];
             std::vector<const char*> wholes;
-            if (of_both.count(name)) wholes = {WHOLE_SHARED, WHOLE_SCATTERED};
+            if (of_nsa.count(name)) wholes = {WHOLE_SHARED, WHOLE_SCATTERED, WHOLE_UNIFORM};
             if (name == "selected, shared, auto") wholes = {WHOLE_SHARED};
             if (name == "selected, scattered, auto") wholes = {WHOLE_SCATTERED};
+            if (name == "selected, uniform, auto") wholes = {WHOLE_UNIFORM};
             if (of_full.count(name)) wholes = {WHOLE_FULL};
             for (int pass = 0; pass < 2; pass++) {
                 for (const char* whole : wholes) {
@@ -410,7 +411,7 @@ TEST(cuda_bench_attention_runs) {
                 CHECK_NEAR(p.numbers[2], rows[i].work[pass].flops * 1e-9, 1e-5 * p.numbers[2]);
                 CHECK_NEAR(p.numbers[3], rows[i].work[pass].bytes * 1e-6, 1e-5 * p.numbers[3]);
                 for (const char* whole : wholes) floors[pass][whole] += p.numbers[1];
-                if (name == WHOLE_SHARED || name == WHOLE_SCATTERED || name == WHOLE_FULL)
+                if (name == WHOLE_SHARED || name == WHOLE_SCATTERED || name == WHOLE_UNIFORM || name == WHOLE_FULL)
                     CHECK_NEAR(p.numbers[1], floors[pass][name],
                                0.05 * 9);  // of at most eight rows' and its own rounding
                 else bench_tests::check_floor(p.numbers[1], p.numbers[2], p.numbers[3], ceilings);
