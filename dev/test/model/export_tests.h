@@ -161,9 +161,10 @@ TEST(vocabulary_goes_where_the_model_goes) {
     for (const char* name : {"config.json", "model.safetensors", "tokenizer.json"})
         std::filesystem::copy_file(hf + "/" + name, again + "/" + name);
     const auto with_lists = [&] {
-        const size_t at = tokens.find("\"merges\": ");
-        return tokens.substr(0, at) +
-               std::regex_replace(tokens.substr(at), std::regex("\"([^\", ]+) ([^\", ]+)\""), "[\"$1\", \"$2\"]");
+        const size_t at = tokens.find("\"merges\": [") + 11;
+        return tokens.substr(0, at) + std::regex_replace(tokens.substr(at),
+                                                         std::regex(R"re("([^", \\]+) ([^", \\]+)")re"),
+                                                         "[\"$1\", \"$2\"]");
     };
     const size_t end = tokens.find(", \"<|endoftext|>\": 299}");
     REQUIRE(end != std::string::npos);
