@@ -294,6 +294,7 @@ TEST(report_tells_finished_running_and_ended_runs_apart) {
     for (const double now : {1030, 1100}) CHECK(holds(report_page({half}, now), "http-equiv=\"refresh\""));
     CHECK(holds(report_page({done, half}, 4611), "http-equiv=\"refresh\""));
     CHECK(!holds(report_page({done}, 4611), "http-equiv=\"refresh\""));
+    CHECK(holds(report_page({done}, 4611), "class=\"facts tiles\"") && holds(page_style(), "flex-wrap:wrap"));
 }
 
 // From pixels of a hundredth back to the numbers that the log has.
