@@ -59,7 +59,7 @@ class Watchdog {
         }
         // Not through stdio, whose lock the main thread may hold. Without a stderr the status must do.
         if (takes_output(STDERR_FILENO)) (void)!write(STDERR_FILENO, text.data(), text.size());
-        if (heartbeat) heartbeat->stalls(step, text);
+        if (heartbeat && with_stack) heartbeat->stalls(step, text);
         if (ranks > 1) usleep(200000);  // a launcher forwards what was printed, but not after a rank's bad end
         std::_Exit(1);
     }

@@ -446,6 +446,20 @@ TEST(stop_repeated_within_seconds_is_one_wish) {
     CHECK(!newest_checkpoint(folder.file("run")).empty());
 }
 
+// SIGHUP at the very start, while libraries are loaded that would catch it (UCX does), is not lost.
+TEST(stop_by_hangup_at_the_start) {
+    using namespace program;
+    if (is_ignored(SIGHUP)) return;  // by nohup, and then the program ignores it too
+    for (const useconds_t pause : {0, 2000, 5000, 10000, 15000, 20000, 30000, 50000, 100000}) {
+        TempFolder folder;
+        Running program(joined({path()}, small_words({{"out", folder.file("run")}, {"steps", "1000000"}})), folder);
+        usleep(pause);
+        kill(program.launcher, SIGHUP);
+        const int status = program.end(20).status;
+        CHECK(status == 75 || status == 128 + SIGHUP);
+    }
+}
+
 // The first signal waits for a step that takes minutes; one after a pause does not.
 TEST(stop_second_signal_after_a_pause_leaves_at_once) {
     using namespace program;
