@@ -80,7 +80,8 @@ class Output {
     }
 
   public:
-    size_t dropped = 0;  // bytes that nobody read
+    size_t dropped = 0;    // bytes that nobody read
+    bool may_wait = true;  // whoever prints
 
     // The file descriptor of whoever reads what is printed.
     int reader() const { return theirs; }
@@ -88,6 +89,7 @@ class Output {
 
     // From here on no printf() waits. A file on a disk, or /dev/null, makes nobody wait and stays as it is.
     void carry() {
+        may_wait = false;
         struct stat s;
         int ends[2];
         if (fstat(STDOUT_FILENO, &s) != 0 || !(S_ISFIFO(s.st_mode) || S_ISSOCK(s.st_mode) || isatty(STDOUT_FILENO)))

@@ -158,7 +158,7 @@ inline std::string shell_word(const std::string& path) {
 // among what is printed.
 inline void complain(const std::string& text) {
     output().settle();
-    std::FILE* const file = output().is_carried() && !takes_output(STDERR_FILENO) ? stdout : stderr;
+    std::FILE* const file = output().may_wait || takes_output(STDERR_FILENO) ? stderr : stdout;
     std::fprintf(file, "train_nsa: warning: %s\n", printable(text).c_str());
 }
 

@@ -24,7 +24,7 @@ class Heartbeat {
 
     // A file that cannot be written is reported once and does not stop the run.
     void warn() {
-        if (!warned)  // not by complain(), which would wait for whoever holds stdout
+        if (!warned && takes_output(STDERR_FILENO))  // not by complain(), which would wait for whoever holds stdout
             std::fprintf(stderr, "train_nsa: warning: cannot write the heartbeat file %s: %s; training goes on\n",
                          printable(path).c_str(), std::strerror(errno));
         warned = true;
