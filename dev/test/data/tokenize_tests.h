@@ -468,8 +468,8 @@ TEST(tokenize_counts_end_of_text_in_the_text) {
     for (const std::string separator : {"", "<|endoftext|>", "\n<|endoftext|>\n", "Twice"})
         for (const size_t block_bytes : {1, 9, 100, 1 << 20}) {
             f.options.block_bytes = block_bytes;
-            const auto counts = encode_files("tokenize", f.options, TextInputs(f.options.in), separator, tokenizer,
-                                             [](const TokenBlock&) {});
+            const auto counts = encode_files("tokenize", f.options, TextInputs(f.options.in, "tokenize"), separator,
+                                             tokenizer, [](const TokenBlock&) {});
             const uint64_t in_txt = separator == "<|endoftext|>" ? 0 : separator[0] == '\n' ? 1 : 21;
             CHECK_EQUAL(counts.end_of_text.count, in_txt + 2);
             CHECK_EQUAL(counts.end_of_text.first_file, in_txt ? f.options.in[0] : f.options.in[1]);
