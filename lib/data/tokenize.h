@@ -452,7 +452,7 @@ inline void read_jsonl(TextFile& file, const std::string& text_key, size_t block
 // ---------------------------------------------------------------------------------------------------------------------
 // All the tokens, before they are split into training and validation.
 
-struct TokenRange {
+struct ValidationRange {
     uint64_t begin, end;
     bool is_cut;  // it begins inside a document
 };
@@ -500,7 +500,7 @@ class TokenSpool {
 
     // Copies the tokens of these ranges, which rise, to validation, all others to training. A cut one gets an
     // end-of-text, so that it begins as every document does.
-    void deal(const std::vector<TokenRange>& ranges, uint16_t end_of_text, ShardWriter& train, ShardWriter& val) {
+    void deal(const std::vector<ValidationRange>& ranges, uint16_t end_of_text, ShardWriter& train, ShardWriter& val) {
         Progress progress("writing shards", double(tokens));
         std::vector<uint16_t> part(size_t(std::min<uint64_t>(1 << 20, tokens)));
         if (fseeko(file, 0, SEEK_SET) != 0) fail("cannot seek in %s: %s", path.c_str(), std::strerror(errno));
@@ -541,9 +541,9 @@ class TokenSpool {
 // What goes to validation: of these documents, in the order in which they are taken, as many as come nearest to this
 // share of the tokens; of several at least one. Where that is less than half of it (few long documents), the end of the
 // next one is cut off too.
-inline std::vector<TokenRange> validation_ranges(uint64_t tokens, const std::vector<uint64_t>& documents,
-                                                 const std::vector<size_t>& order, double fraction) {
-    std::vector<TokenRange> ranges;
+inline std::vector<ValidationRange> validation_ranges(uint64_t tokens, const std::vector<uint64_t>& documents,
+                                                      const std::vector<size_t>& order, double fraction) {
+    std::vector<ValidationRange> ranges;
     uint64_t missing = uint64_t(double(tokens) * fraction), taken = 0;
     for (const size_t i : order) {
         const uint64_t begin = documents[i], end = i + 1 < documents.size() ? documents[i + 1] : tokens;
@@ -667,9 +667,9 @@ inline void require_text(const TokenizeOptions& options, const TextInputs& input
 // The summary, in numbers that add up. documents: with an end-of-text each; ranges: those of validation, of which a cut
 // one has an end-of-text more.
 inline void print_tokenized(const TokenizeOptions& options, const TextInputs& inputs, const TokenizeCounts& counts,
-                            size_t documents, const std::vector<TokenRange>& ranges, const ShardWriter& train,
+                            size_t documents, const std::vector<ValidationRange>& ranges, const ShardWriter& train,
                             const ShardWriter& val) {
-    const bool added = std::any_of(ranges.begin(), ranges.end(), [](const TokenRange& r) { return r.is_cut; });
+    const bool added = std::any_of(ranges.begin(), ranges.end(), [](const ValidationRange& r) { return r.is_cut; });
     const uint64_t tokens = train.tokens() + val.tokens(), marks = documents + added;
     std::printf("tokenize: read %s, %llu bytes in %.2f s, %.1f MB/s\n",
                 counted(int64_t(inputs.files.size()), "file").c_str(), (unsigned long long)counts.bytes, counts.seconds,
@@ -716,7 +716,7 @@ void tokenize_files(const TokenizeOptions& options) {
     if (options.report) warn_of_oddities(options, inputs, counts);
     require_text(options, inputs, documents);
 
-    const std::vector<TokenRange> ranges = validation_ranges(
+    const std::vector<ValidationRange> ranges = validation_ranges(
         spool.tokens, spool.documents, spool.order(options.val_documents, options.seed), options.val_fraction);
     spool.deal(ranges, tokenizer.end_of_text, train, val);
 

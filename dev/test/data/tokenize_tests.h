@@ -388,7 +388,7 @@ TEST(validation_takes_the_nearest_number_of_documents) {
         std::vector<size_t> order(documents.size());
         std::iota(order.rbegin(), order.rend(), size_t(0));
         std::string text;
-        for (const TokenRange& r : validation_ranges(100, documents, order, fraction))
+        for (const ValidationRange& r : validation_ranges(100, documents, order, fraction))
             text += format_text("%s%d-%d", r.is_cut ? " cut " : " ", int(r.begin), int(r.end));
         return text;
     };
