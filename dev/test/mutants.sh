@@ -1,0 +1,96 @@
+#!/usr/bin/env bash
+# Does a test notice? Each file dev/test/mutants/NAME.patch is a fault of a line or a few, and its first line says which
+# tests must then fail:
+#     tests: WORD... --only TEST
+# The words are headers of dev/test, which become a program of their own, so that it compiles in seconds; those of cuda/
+# run in the emulator, for heads of 64 alone. The word train_nsa: the tests start ./train_nsa, so the fault is built into
+# that program, and the tests stay as they are.
+#     dev/test/mutants.sh [NAME...]         those, or all
+#     dev/test/mutants.sh --sample 5        five, drawn at random
+# The tree is copied, and what is named must pass there first without a fault. A fault that does not compile counts as
+# one that no test noticed. Needs git, g++ and make. Ends with "N passed, N failed".
+set -uo pipefail
+case ${1:-} in -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
+cd "$(dirname "$0")/../.."
+faults=$PWD/dev/test/mutants names=("$@")
+if [ "${1:-}" = --sample ]; then
+    mapfile -t names < <(cd "$faults" && printf '%s\n' *.patch | shuf -n "${2:?--sample N: how many}")
+elif [ $# = 0 ]; then
+    mapfile -t names < <(cd "$faults" && printf '%s\n' *.patch)
+fi
+names=("${names[@]%.patch}")
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+mkdir "$work/tree" "$work/sound"
+git ls-files -z | tar --null --files-from=- --create --ignore-failed-read 2>"$work/log" | tar --extract -C "$work/tree"
+cd "$work/tree" || exit 1
+# Kernels for heads of 64 alone compile in a fourth of the time.
+sed -i 's/^    constexpr unsigned all = ATTENTION_KERNELS.TENSOR_CORES_KERNEL..head_dimensions/& \& 64/' \
+    lib/cuda/attention_tiles.cuh
+passed=0 failed=0
+good() { passed=$((passed + 1)); printf 'ok   %s\n' "$*"; }
+bad() { failed=$((failed + 1)); printf 'FAIL %s\n' "$*"; }
+
+# The headers that the words of a line of tests name, and what the test program is called.
+headers_of() { tr ' ' '\n' <<<"${1%% --only*}" | grep '\.h$'; }
+program_of() { headers_of "$1" | tr '/\n' '_+'; }
+build_tests() { # WORDS PROGRAM
+    local flags=(-std=c++17 -w -pthread -fno-math-errno -fno-trapping-math) source=dev/test/planted.cpp start=
+    case $1 in
+    *cuda/*)
+        flags+=(-O1 -Idev/emulator -DUSE_CUDA -DUSE_NCCL -fstack-clash-protection)
+        start='emu::machine.rough = true;'
+        ;;
+    *) flags+=(-O0 -fopenmp -DBUILD_FOLDER=build) ;;
+    esac
+    printf '#include "%s"\n' harness.h $(headers_of "$1") >$source
+    printf 'int main(int argc, char** argv) { %s return run_tests(argc, argv); }\n' "$start" >>$source
+    "${CXX:-g++}" "${flags[@]}" $source -o "$2"
+}
+build_train_nsa() { make -s NO_CUDA=1 NO_MPI=1 CXXFLAGS="-O1 -w" train_nsa; }
+# Of the tree as it is; the tests that start ./train_nsa are those of the tree without a fault.
+build() { # WORDS PROGRAM
+    case $1 in
+    train_nsa*) build_train_nsa && { [ -x "$2" ] || build_tests "$1" "$2"; } ;;
+    *) build_tests "$1" "$2" ;;
+    esac
+}
+run_tests() { timeout 600 "$2" --only "${1##*--only }"; } # WORDS PROGRAM
+
+# What is right must pass, else a failure with a fault says nothing.
+declare -A sound
+for name in "${names[@]}"; do
+    [ -f "$faults/$name.patch" ] || { bad "$name: there is no $faults/$name.patch"; continue; }
+    tests=$(sed -n '1s/^tests: //p' "$faults/$name.patch") program=
+    [ -n "$tests" ] || { bad "$name: the first line is no 'tests: HEADER... --only TEST'"; continue; }
+    [ -z "${sound[$tests]:-}" ] || continue
+    program=$work/sound/$(program_of "$tests")
+    sound[$tests]=no
+    if ! { [ -x "$program" ] || build "$tests" "$program"; } >"$work/log" 2>&1; then
+        head -20 "$work/log"
+        bad "$tests does not compile"
+    elif ! run_tests "$tests" "$program" >"$work/log" 2>&1; then
+        tail -20 "$work/log"
+        bad "$tests fails without any fault"
+    else sound[$tests]=yes; fi
+done
+
+for name in "${names[@]}"; do
+    patch=$faults/$name.patch
+    tests=$(sed -n '1s/^tests: //p' "$patch" 2>/dev/null)
+    [ "${sound[${tests:-none}]:-no}" = yes ] || continue
+    case $tests in train_nsa*) program=$work/sound/$(program_of "$tests") ;; *) program=$work/planted ;; esac
+    if ! git apply -C1 "$patch" >"$work/log" 2>&1; then
+        cat "$work/log"
+        bad "$name: the patch does not apply"
+        continue
+    fi
+    if ! build "$tests" "$program" >"$work/log" 2>&1; then
+        head -5 "$work/log"
+        bad "$name does not compile"
+    elif run_tests "$tests" "$program" >"$work/log" 2>&1; then bad "$name: no test of '$tests' notices"
+    else good "$name: $(grep -avE '^(ok|FAIL) |: worst error|^[0-9]+ passed|mutants.sh: line|^$' "$work/log" | tail -1 | cut -c1-150)"; fi
+    git apply -C1 -R "$patch" || { bad "$name cannot be taken back"; break; }
+done
+echo "$passed passed, $failed failed"
+[ "$failed" = 0 ]
