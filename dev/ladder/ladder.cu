@@ -1,5 +1,6 @@
 // ladder.cu: the ladder of attention kernels as a program of its own; see ladder.h. From the top folder:
 //   nvcc -std=c++17 -O3 -arch=native -diag-suppress 1675 dev/ladder/ladder.cu -lcublasLt -o build/ladder
+//   (on Hopper -gencode=arch=compute_90a,code=sm_90a in place of -arch=native: rung 5 needs it)
 //   build/ladder [SEQUENCES TOKENS]
 // The shape is that of the 125m preset: 12 heads of 64 in 2 groups; each query selects 16 blocks of 64 tokens.
 #include "ladder.h"

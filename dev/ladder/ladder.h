@@ -1,5 +1,5 @@
 // ladder.h: attention from the plainest kernels to those that training runs by default, on the same inputs, timed side
-// by side. Each rung says what it buys, in counts. The kernels of rungs 0, 3 and 4 are the trainer's own, called
+// by side. Each rung says what it buys, in counts. The kernels of rungs 0, 3, 4 and 5 are the trainer's own, called
 // through struct Cuda.
 //
 //   make ladder                                  on a GPU the times, without one whether the rungs agree, in emulation
@@ -15,13 +15,14 @@ struct Rung {
     const char *name, *buys;
 };
 // clang-format off
-enum RungNumber { PLAIN, SHARED_TILES, BARE_TENSOR_CORES, TENSOR_CORES, GATHERED_ROWS };
+enum RungNumber { PLAIN, SHARED_TILES, BARE_TENSOR_CORES, TENSOR_CORES, GATHERED_ROWS, ON_WARPGROUPS, RUNG_COUNT };
 constexpr Rung RUNGS[] = {
     {"0, plain",             "what is computed, in the fewest ideas: a warp reads 4 D bytes for each key of its row"},
     {"1, shared tiles",      "memory: 32 rows share a tile of keys, D / 8 bytes of device memory for a row and a key"},
     {"2, bare tensor cores", "arithmetic: an mma is 2048 multiply-adds, before 64 instructions"},
     {"3, tensor cores",      "waiting: 4 warps share a tile that was copied ahead, an ldmatrix feeds 4 mma (D = 64)"},
     {"4, gathered rows",     "work: in long sequences only the rows that chose a selected block visit it"},
+    {"5, wgmma",             "instructions: rung 3, where a wgmma is 32 mma and reads keys from shared memory itself"},
 };
 // clang-format on
 
@@ -52,6 +53,13 @@ struct LadderRun {
         for (Cuda::real* p : {q, k, v, dout, out, dk, dv}) dev.release(p);
         for (float* p : {lse, row_dot, dq}) dev.release(p);
         dev.release(selection);
+    }
+    // Whether a rung has kernels of its own for this branch, this build and this device's code.
+    bool has(RungNumber rung) const {
+        if (rung == GATHERED_ROWS && branch != SLC) return false;  // the same as the rung before
+        if (rung == ON_WARPGROUPS)
+            return has_attention_kernel(ATTENTION_KERNELS[WARPGROUPS_KERNEL], Cuda::FP32, dev.gpu_code(), s.D);
+        return rung < BARE_TENSOR_CORES || !Cuda::FP32;
     }
     void forward(RungNumber rung) {
         if (rung == SHARED_TILES) return level1::attention_forward(branch, out, lse, q, k, v, selection, s, dev.stream);
@@ -85,6 +93,7 @@ struct LadderRun {
   private:
     void choose(RungNumber rung) {
         dev.plain_attention = rung == PLAIN;
+        dev.warpgroups = rung == ON_WARPGROUPS;
         dev.selected_kernel = rung == GATHERED_ROWS ? SelectedKernel::GATHER : SelectedKernel::TILES;
     }
     Cuda::real* random(size_t count, uint64_t index) {
@@ -112,11 +121,6 @@ struct LadderRun {
         return masks;
     }
 };
-// Whether a rung has kernels of its own for this branch and this build.
-inline bool has_rung(RungNumber rung, Branch branch) {
-    if (rung == GATHERED_ROWS && branch != SLC) return false;  // the same as the rung before
-    return rung < BARE_TENSOR_CORES || !Cuda::FP32;
-}
 
 // The median of seven timings, in microseconds, after two to warm up.
 template <class F>
@@ -145,8 +149,9 @@ inline int run_ladder(Cuda& dev, const NsaShape& s) {
     const char* const names[] = {"compressed", "selected", "window"};
     for (const Branch branch : {CMP, SLC, WIN}) {
         LadderRun run(dev, s, branch);
-        for (const RungNumber rung : {PLAIN, SHARED_TILES, BARE_TENSOR_CORES, TENSOR_CORES, GATHERED_ROWS}) {
-            if (!has_rung(rung, branch)) continue;
+        for (int i = 0; i < RUNG_COUNT; i++) {
+            const RungNumber rung = RungNumber(i);
+            if (!run.has(rung)) continue;
             const double forward = ladder_median_us(dev, [&] { run.forward(rung); }),
                          backward = ladder_median_us(dev, [&] { run.backward(rung); });
             std::printf("%-12s %-24s %14.1f %14.1f\n", names[branch], RUNGS[rung].name, forward, backward);

@@ -13,8 +13,9 @@ inline void check_ladder(Cuda& dev, const NsaShape& s, Branch branch) {
     const size_t rows = s.query_rows() * s.D, columns = run.keys * s.D;
     const size_t begin[] = {0, rows, 2 * rows, 2 * rows + columns, 2 * rows + 2 * columns};
     std::vector<float> plain;
-    for (const RungNumber rung : {PLAIN, SHARED_TILES, BARE_TENSOR_CORES, TENSOR_CORES, GATHERED_ROWS}) {
-        if (!has_rung(rung, branch)) continue;
+    for (int i = 0; i < RUNG_COUNT; i++) {
+        const RungNumber rung = RungNumber(i);
+        if (!run.has(rung)) continue;
         run.forward(rung);
         run.backward(rung);
         const std::vector<float> results = run.results();
@@ -36,6 +37,7 @@ TEST(ladder_rungs_agree) {
     s.B = 1, s.T = s.queries = 210, s.H = 6, s.G = 2, s.D = 64, s.l = 8, s.d = 4, s.slc_block = 16, s.slc_count = 5,
     s.window = 70, s.F = 8;
     for (const Branch branch : {CMP, SLC, WIN}) check_ladder(dev, s, branch);
+    CHECK_EQUAL(LadderRun(dev, s, WIN).has(ON_WARPGROUPS), bool(dev.exact && dev.capability() == 90 && !Cuda::FP32));
     s.B = 2, s.T = s.queries = 97, s.H = 2, s.G = 1, s.D = 16, s.l = 32, s.d = 16, s.slc_block = 64, s.window = 200;
     for (const Branch branch : {CMP, SLC, WIN}) check_ladder(dev, s, branch);
 }
