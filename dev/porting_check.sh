@@ -71,7 +71,8 @@ check() {
     build/*) try "$command" "make -n $command" empty ;;
     'ARCHS='*' dev/kernel_report.sh')
         if need nvcc; then try "$command" "$command"; else skip "$command" 'no nvcc'; fi ;;
-    dev/kernel_report.sh | dev/loop_report.sh | dev/opencl_check.sh | dev/porting_check.sh) by_test_long "$command" ;;
+    dev/kernel_report.sh | dev/loop_report.sh | dev/opencl_check.sh | dev/porting_check.sh | dev/test/mutants.sh)
+        by_test_long "$command" ;;
     dev/gpu_check.sh*) try "$command" "DRY_RUN=1 $command" ;;
     'dev/results_table.sh REPORT README.md') try "$command" "printf '# X\n\n## train\n' >REPORT; $command" ;;
     './train_nsa --dump-state') try "$command" './train_nsa help | grep -e --dump-state' ;;
