@@ -119,7 +119,7 @@ TEST(emulated_gpu_attention_kernel_is_an_option) {
     TempFolder folder;
     const struct {
         const char *kernel, *says;
-    } cases[] = {{"auto", "attention by gathered_rows or tensor_cores, because"},
+    } cases[] = {{"auto", "attention by gathered_rows or warpgroups or tensor_cores, because"},
                  {"plain", "attention by plain, because"},
                  {"tensor_cores", "attention by tensor_cores, because"},
                  {"gathered_rows", "attention by gathered_rows, because"}};
@@ -137,19 +137,21 @@ TEST(emulated_gpu_attention_kernel_is_an_option) {
     const auto refused = [&](const Options& more) { return train_on(one, merged(more, {{"out", folder.file("no")}})); };
     CHECK_REFUSED(refused({{"attention-kernel", "wgmma"}}), 2,
                   "--attention-kernel is 'wgmma'; the CUDA engine of this "
-                  "build (bf16) has auto, gathered_rows, tensor_cores, plain");
+                  "build (bf16) has auto, gathered_rows, warpgroups, tensor_cores, plain");
     CHECK_REFUSED(refused({{"attention-kernel", "tensor_cores"}, {"head-dim", "24"}}), 2,
-                  "--attention-kernel tensor_cores is not for heads of dimension 24 on a GPU of 9.0; choose plain");
+                  "--attention-kernel tensor_cores is not for heads of dimension 24 on a GPU of 9.0");
+    CHECK_REFUSED(refused({{"attention-kernel", "warpgroups"}}), 2,
+                  "--attention-kernel warpgroups is not for heads of dimension 16 on a GPU of 9.0");
     CHECK_REFUSED(refused({{"attention-kernel", "tensor_cores"}, {"v-head-dim", "24"}}), 2,
-                  "--attention-kernel tensor_cores is not for heads of dimension 16 with values of 24 on a GPU of 9.0; "
-                  "choose plain");
+                  "--attention-kernel tensor_cores is not for heads of dimension 16 with values of 24 on a GPU of 9.0");
     REQUIRE_GOOD(train_on(
         one, {{"attention-kernel", "plain"}, {"v-head-dim", "24"}, {"steps", "1"}, {"out", folder.file("values")}}));
     CHECK_REFUSED(refused({{"attention-kernel", "plain"}, {"device", "cpu"}}), 2,
                   "--attention-kernel plain: the CPU engine has no choice of kernels; leave it out");
     REQUIRE_GOOD(refused({{"attention-kernel", "plain"}, {"head-dim", "24"}, {"steps", "1"}}));
     const Result check = execute(joined(one, {"check", "--device", "cuda", "--attention-kernel", "plain"}));
-    CHECK(check.out.find("--attention-kernel auto, gathered_rows, tensor_cores, plain") != std::string::npos &&
+    CHECK(check.out.find("--attention-kernel auto, gathered_rows, warpgroups, tensor_cores, plain") !=
+              std::string::npos &&
           check.out.find("attention by plain\n") != std::string::npos);
 }
 
