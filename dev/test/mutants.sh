@@ -11,7 +11,7 @@
 # one that no test noticed. Needs git, g++ and make. Ends with "N passed, N failed".
 set -uo pipefail
 case ${1:-} in -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
-cd "$(dirname "$0")/../.."
+cd "$(dirname "$0")/../.." || exit 1
 faults=$PWD/dev/test/mutants names=("$@")
 if [ "${1:-}" = --sample ]; then
     mapfile -t names < <(cd "$faults" && printf '%s\n' *.patch | shuf -n "${2:?--sample N: how many}")
@@ -35,7 +35,8 @@ bad() { failed=$((failed + 1)); printf 'FAIL %s\n' "$*"; }
 headers_of() { tr ' ' '\n' <<<"${1%% --only*}" | grep '\.h$'; }
 program_of() { headers_of "$1" | tr '/\n' '_+'; }
 build_tests() { # WORDS PROGRAM
-    local flags=(-std=c++17 -w -pthread -fno-math-errno -fno-trapping-math) source=dev/test/planted.cpp start=
+    local flags=(-std=c++17 -w -pthread -fno-math-errno -fno-trapping-math) source=dev/test/planted.cpp start= headers
+    mapfile -t headers < <(headers_of "$1")
     case $1 in
     *cuda/*)
         flags+=(-O1 -Idev/emulator -DUSE_CUDA -DUSE_NCCL -fstack-clash-protection)
@@ -43,7 +44,7 @@ build_tests() { # WORDS PROGRAM
         ;;
     *) flags+=(-O0 -fopenmp -DBUILD_FOLDER=build) ;;
     esac
-    printf '#include "%s"\n' harness.h $(headers_of "$1") >$source
+    printf '#include "%s"\n' harness.h "${headers[@]}" >$source
     printf 'int main(int argc, char** argv) { %s return run_tests(argc, argv); }\n' "$start" >>$source
     "${CXX:-g++}" "${flags[@]}" $source -o "$2"
 }
