@@ -35,7 +35,7 @@ bad() { failed=$((failed + 1)); printf 'FAIL %s\n' "$*"; }
 headers_of() { tr ' ' '\n' <<<"${1%% --only*}" | grep '\.h$'; }
 program_of() { headers_of "$1" | tr '/\n' '_+'; }
 build_tests() { # WORDS PROGRAM
-    local flags=(-std=c++17 -w -pthread -fno-math-errno -fno-trapping-math) source=dev/test/planted.cpp start= headers
+    local flags=(-std=c++17 -w -pthread -fno-math-errno -fno-trapping-math) source=dev/test/planted.cpp start="" headers
     mapfile -t headers < <(headers_of "$1")
     case $1 in
     *cuda/*)
