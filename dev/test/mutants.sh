@@ -56,6 +56,11 @@ build() { # WORDS PROGRAM
     *) build_tests "$1" "$2" ;;
     esac
 }
+# The last line about what is wrong, without where in a kernel's grid it was.
+said() {
+    grep -avE '^(ok|FAIL) |: worst error|^[0-9]+ passed|mutants.sh: line|^$' "$work/log" | tail -1 |
+        sed -E 's/^ +//; s/^cuda_on_cpu: (kernel .*), block .* seed [0-9]+: /\1: /; s,dev/test/(\w*/)?\.\./\.\./,,g' | cut -c1-150
+}
 run_tests() { timeout 600 "$2" --only "${1##*--only }"; } # WORDS PROGRAM
 
 # What is right must pass, else a failure with a fault says nothing.
@@ -90,7 +95,7 @@ for name in "${names[@]}"; do
         head -5 "$work/log"
         bad "$name does not compile"
     elif run_tests "$tests" "$program" >"$work/log" 2>&1; then bad "$name: no test of '$tests' notices"
-    else good "$name: $(grep -avE '^(ok|FAIL) |: worst error|^[0-9]+ passed|mutants.sh: line|^$' "$work/log" | tail -1 | cut -c1-150)"; fi
+    else good "$name: $(said)"; fi
     git apply -C1 -R "$patch" || { bad "$name cannot be taken back"; break; }
 done
 echo "$passed passed, $failed failed"

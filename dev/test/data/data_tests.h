@@ -362,6 +362,12 @@ TEST(loader_resumes_exactly) {
     write_file(folder.file("c_train_000003.bin"), shard_bytes({1, 2}));
     DataLoader other_corpus(folder.sources(), data_options(T, true));
     CHECK_FAILS(1, "another corpus", other_corpus.restore(saved));
+    TempFolder twins;  // as many tokens, others
+    const auto corpus_of = [&](const std::vector<int>& tokens) {
+        write_file(twins.file("a.bin"), shard_bytes(tokens));
+        return DataLoader(open_shards({twins.file("a.bin")}), data_options(T, true)).state().corpus;
+    };
+    CHECK(corpus_of({1, 2, 3, 4, 5, 6}) != corpus_of({1, 2, 3, 4, 5, 7}));
 }
 
 TEST(token_outside_the_vocabulary_is_located) {
