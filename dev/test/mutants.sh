@@ -58,8 +58,8 @@ build() { # WORDS PROGRAM
 }
 # The last line about what is wrong, without where in a kernel's grid it was.
 said() {
-    grep -avE '^(ok|FAIL) |: worst error|^[0-9]+ passed|mutants.sh: line|^$' "$work/log" | tail -1 |
-        sed -E 's/^ +//; s/^cuda_on_cpu: (kernel .*), block .* seed [0-9]+: /\1: /; s,dev/test/(\w*/)?\.\./\.\./,,g' | cut -c1-150
+    { echo "the test died"; grep -avE '^(ok|FAIL) |: worst error|^[0-9]+ passed|mutants.sh: line|^$' "$work/log"; } |
+        tail -1 | sed -E 's/^ +//; s/^cuda_on_cpu: (kernel .*), block .* seed [0-9]+: /\1: /; s,dev/test/(\w*/)?\.\./\.\./,,g' | cut -c1-150
 }
 run_tests() { timeout 600 "$2" --only "${1##*--only }"; } # WORDS PROGRAM
 
