@@ -3,8 +3,7 @@
 # tests must then fail:
 #     tests: WORD... --only TEST
 # The words are headers of dev/test, which become a program of their own, so that it compiles in seconds; those of cuda/
-# run in the emulator, for heads of 64 alone. The word train_nsa: the tests start ./train_nsa, so the fault is built into
-# that program, and the tests stay as they are.
+# run in the emulator, for heads of 64 alone. The word train_nsa: the tests start ./train_nsa, which is built too.
 #     dev/test/mutants.sh [NAME...]         those, or all
 #     dev/test/mutants.sh --sample 5        five, drawn at random
 # The tree is copied, and what is named must pass there first without a fault. A fault that does not compile counts as
@@ -33,7 +32,7 @@ bad() { failed=$((failed + 1)); printf 'FAIL %s\n' "$*"; }
 
 # The headers that the words of a line of tests name, and what the test program is called.
 headers_of() { tr ' ' '\n' <<<"${1%% --only*}" | grep '\.h$'; }
-program_of() { headers_of "$1" | tr '/\n' '_+'; }
+program_of() { tr ' /' '+_' <<<"${1%% --only*}"; }
 build_tests() { # WORDS PROGRAM
     local flags=(-std=c++17 -w -pthread -fno-math-errno -fno-trapping-math) source=dev/test/planted.cpp start="" headers
     mapfile -t headers < <(headers_of "$1")
@@ -48,13 +47,9 @@ build_tests() { # WORDS PROGRAM
     printf 'int main(int argc, char** argv) { %s return run_tests(argc, argv); }\n' "$start" >>$source
     "${CXX:-g++}" "${flags[@]}" $source -o "$2"
 }
-build_train_nsa() { make -s NO_CUDA=1 NO_MPI=1 CXXFLAGS="-O1 -w" train_nsa; }
-# Of the tree as it is; the tests that start ./train_nsa are those of the tree without a fault.
-build() { # WORDS PROGRAM
-    case $1 in
-    train_nsa*) build_train_nsa && { [ -x "$2" ] || build_tests "$1" "$2"; } ;;
-    *) build_tests "$1" "$2" ;;
-    esac
+build() { # WORDS PROGRAM, of the tree as it is
+    case $1 in train_nsa*) make -s NO_CUDA=1 NO_MPI=1 CXXFLAGS="-O1 -w" train_nsa || return ;; esac
+    build_tests "$1" "$2"
 }
 # The last line about what is wrong, without where in a kernel's grid it was.
 said() {
@@ -85,16 +80,15 @@ for name in "${names[@]}"; do
     patch=$faults/$name.patch
     tests=$(sed -n '1s/^tests: //p' "$patch" 2>/dev/null)
     [ "${sound[${tests:-none}]:-no}" = yes ] || continue
-    case $tests in train_nsa*) program=$work/sound/$(program_of "$tests") ;; *) program=$work/planted ;; esac
     if ! git apply -C1 "$patch" >"$work/log" 2>&1; then
         cat "$work/log"
         bad "$name: the patch does not apply"
         continue
     fi
-    if ! build "$tests" "$program" >"$work/log" 2>&1; then
+    if ! build "$tests" "$work/planted" >"$work/log" 2>&1; then
         head -5 "$work/log"
         bad "$name does not compile"
-    elif run_tests "$tests" "$program" >"$work/log" 2>&1; then bad "$name: no test of '$tests' notices"
+    elif run_tests "$tests" "$work/planted" >"$work/log" 2>&1; then bad "$name: no test of '$tests' notices"
     else good "$name: $(said)"; fi
     git apply -C1 -R "$patch" || { bad "$name cannot be taken back"; break; }
 done
