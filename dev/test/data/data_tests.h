@@ -266,7 +266,7 @@ TEST(samples_equal_the_raw_file) {
     DataLoader loader(folder.sources(), data_options(4, false));
     CHECK_EQUAL(loader.samples_per_epoch(), 37u);
     CHECK_EQUAL(loader.tokens(), 157u);
-    CHECK_EQUAL(loader.describe(), std::string("3 shards, 157 tokens, 37 samples of 4 tokens, in order"));
+    CHECK_EQUAL(loader.describe().find("3 shards, 157 tokens, 37 samples of 4 tokens, in order"), 0u);
     std::vector<int32_t> inputs(5 * 4), targets(5 * 4);
     int s = 0;
     for (int batch = 0; batch < 8; batch++) {  // 40 samples: three into the next epoch
