@@ -1559,7 +1559,7 @@ __device__ inline void compute_dkdv(bf16* dk, bf16* dv, float* partial, const bf
     };
     const TokenRange tokens = tokens_of_tile<branch>(first_key, part, s);
     const int end_tile = (tokens.end + KEY_TILE - 1) / KEY_TILE;
-    for_token_tiles<by>(
+    for_token_tiles<decltype(keys)>(
         next_tile<branch>(used, tokens.first / KEY_TILE, end_tile), end_tile, s.heads,
         [&](int token_tile) { return next_tile<branch>(used, token_tile + 1, end_tile); }, fetch,
         [&](int buffer) { buffers.rows.store(buffer, s); },

@@ -559,7 +559,7 @@ __device__ inline void compute_gathered_dkdv(const BackwardArrays<bf16, float>& 
         if (j >= 0 && head == 0 && s.slc_block < KEY_TILE)
             buffers.rows.choose(in.selection + size_t(bg * s.queries + j) * s.words, tile, s);
     };
-    for_token_tiles<by>(
+    for_token_tiles<decltype(keys)>(
         0, tokens, s.heads, [](int first) { return first + KEY_TILE; }, fetch,
         [&](int buffer) { buffers.rows.store(buffer, s); },
         [&](int buffer, int first, auto prefetch) {

@@ -645,7 +645,7 @@ struct RowStatistics {
     }
     // selected: the bitmask of the row's token; key_tile: the first of the block's
     __device__ void choose(const uint32_t* selected, int key_tile, const AttentionShape& s) {
-        if constexpr (KEYS == KEY_TILE) {
+        if constexpr (by == WARPGROUP) {
             const TileBlocks blocks = tile_blocks(key_tile, s);
             chosen = selected[blocks.word];
             bit = blocks.bit;
@@ -706,6 +706,10 @@ struct WarpKeys {
     static constexpr int M = key_pieces<D, by>();
     // at a time, as many as there are registers for
     static constexpr int TOKENS = by == WARPGROUP ? KEY_TILE : 16;
+    static constexpr Multiplier MULTIPLIER = by;
+    // Whether add_tokens() starts the next copies, behind its first products where a warpgroup has some. Of warps those
+    // with 128 keys do, since ptxas spills in code for sm_90a otherwise; with 64 it spills on sm_120 if they do.
+    static constexpr bool PREFETCHES = by == WARPGROUP || KEYS > KEY_TILE;
     int first_key;  // of the tile
     unsigned k_rows[M][D / 16][4], v_rows[M][D / 16][4];
     const bf16* v_tile;
@@ -846,25 +850,24 @@ struct WarpKeys {
     // Stores the sums in rows first_key.. of dk and dv [B, G, key_stride, D], or, where given, unrounded in partial [2,
     // KEY_TILE, D].
     __device__ void store(bf16* dk_out, bf16* dv_out, float* partial, int bg, const AttentionShape& s) const {
-        const int column = threadIdx.x % 4 * 2;
 #pragma unroll
         for (int row = 0; row < 2 * M; row++) {
-            const int m = row / 2;
-            const int i = row % 2;
+            const int m = row / 2, i = row % 2;
             const int key = lane_key() + row * 8;
             const bool exists = first_key + key < s.keys;
-            if (!partial) {
-                const size_t at = size_t(bg * s.key_stride + first_key + key) * D;
-                store_row(dk_out + at, dk[m], i, s.scale, exists);
-                store_row(dv_out + at, dv[m], i, 1, exists);
-                continue;
-            }
+            if (partial) {
+                float* const to = partial + key * D + threadIdx.x % 4 * 2;
 #pragma unroll
-            for (int x = 0; x < D / 8 && exists; x++) {
-                *reinterpret_cast<float2*>(partial + key * D + column + x * 8) =
-                    make_float2(dk[m][x][2 * i] * s.scale, dk[m][x][2 * i + 1] * s.scale);
-                *reinterpret_cast<float2*>(partial + (KEY_TILE + key) * D + column + x * 8) =
-                    make_float2(dv[m][x][2 * i], dv[m][x][2 * i + 1]);
+                for (int x = 0; x < D / 8 && exists; x++) {
+                    *reinterpret_cast<float2*>(to + x * 8) =
+                        make_float2(dk[m][x][2 * i] * s.scale, dk[m][x][2 * i + 1] * s.scale);
+                    *reinterpret_cast<float2*>(to + KEY_TILE * D + x * 8) =
+                        make_float2(dv[m][x][2 * i], dv[m][x][2 * i + 1]);
+                }
+            } else {
+                const size_t at = size_t(bg * s.key_stride + first_key + key) * D;
+                store_row<by == WARPGROUP>(dk_out + at, dk[m], i, s.scale, exists);
+                store_row<by == WARPGROUP>(dv_out + at, dv[m], i, 1, exists);
             }
         }
     }
@@ -874,7 +877,7 @@ struct WarpKeys {
 // next(at) is the one after. fetch(buffer, at, head) starts to copy and to load, store(buffer) puts the statistics it
 // loaded in their place, use(buffer, at, prefetch) computes and calls prefetch(), which fetches. While one is used, the
 // next one arrives in the other buffer.
-template <Multiplier by, class Next, class Fetch, class Store, class Use>
+template <class Keys, class Next, class Fetch, class Store, class Use>
 __device__ inline void for_token_tiles(int at, int end, int heads, Next next, Fetch fetch, Store store, Use use) {
     int head = 0;
     if (at < end) {
@@ -888,10 +891,14 @@ __device__ inline void for_token_tiles(int at, int end, int heads, Next next, Fe
             at = next(at);
         }
         cp_async_wait<0>();
-        if (by == WARPGROUP) async_fence();
+        if (Keys::MULTIPLIER == WARPGROUP) async_fence();
         __syncthreads();  // this buffer has arrived, and all warps are done with the other one
-        use(buffer, this_at, [&] {
+        const auto prefetch = [&] {
             if (at < end) fetch(buffer ^ 1, at, head);
+        };
+        if (!Keys::PREFETCHES) prefetch();
+        use(buffer, this_at, [&] {
+            if (Keys::PREFETCHES) prefetch();
         });
         if (at < end) store(buffer ^ 1);  // only now, so that nobody waits for the load
     }

@@ -146,15 +146,17 @@ __device__ inline void clear(float (&c)[M][N][4]) {
 #pragma unroll
             for (int e = 0; e < 4; e++) c[m][n][e] = 0;
 }
-// to [8 N] = factor * row lane / 4 + 8 i of c (16 x 8 N), if it `exists`. All lanes take part: the four of a row
-// exchange what they hold, so that each stores 16 bytes, of pieces of 8 columns that are four apart.
-template <int N>
+// to [8 N] = factor * row lane / 4 + 8 i of c (16 x 8 N), if it `exists`. All lanes take part: unless registers are
+// short the four of a row exchange what they hold, so that each stores 16 bytes, of pieces of 8 columns that are four
+// apart.
+template <bool EXCHANGE = true, int N>
 __device__ inline void store_row(bf16* to, const float (&c)[N][4], int i, float factor, bool exists) {
     const int lane = threadIdx.x % 4;
     unsigned pairs[N];
 #pragma unroll
     for (int n = 0; n < N; n++) pairs[n] = pack_bf16(c[n][2 * i] * factor, c[n][2 * i + 1] * factor);
-    if constexpr (N < 4) {  // 16 columns
+    if constexpr (N < 4 || !EXCHANGE) {
+#pragma unroll
         for (int n = 0; n < N && exists; n++) *reinterpret_cast<unsigned*>(to + n * 8 + lane * 2) = pairs[n];
     } else {
 #pragma unroll
