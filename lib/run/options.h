@@ -27,7 +27,7 @@
 // What Model and Activations see: the architecture, which config.json keeps, and what a step does with it. 0 and ""
 // mean "as the preset has it".
 struct ModelConfig {
-    std::string attention, branches, tokenizer;
+    std::string attention = "nsa", branches, tokenizer;
     int64_t layers = 0, dim = 0, heads = 0, kv_groups = 0, head_dim = 0, v_head_dim = 0, cmp_block = 0, cmp_stride = 0,
             slc_block = 0, slc_count = 0, window = 0, phi_hidden = 0, mlp_hidden = 0, seq_len = 0, rope_base = 10000;
     bool qk_norm = false, smear = false;

@@ -540,6 +540,7 @@ double counted_mma(F work) {
 TEST_LONG(cuda_bench_predicted_products) {
     using namespace bench_tests;
     Timed<Cuda> dev(0, size_t(1) << 20);
+    dev.warpgroups = false;  // the predictions are of mma.sync
     auto count = [&](Branch b, const NsaShape& s, bool backward) {
         AttentionSet x(dev, s, 3);
         zero_inputs(x);
