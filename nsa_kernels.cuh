@@ -1724,8 +1724,8 @@ __device__ inline void compute_importances(const ScoreBuffers<D>& buffers, const
     copy_queries<D>(buffers.q_tile, q + q_offset<D>(tile, s), size_t(s.queries) * D, D, rows, tile, s);
     copy_keys(0);
     for (int row = threadIdx.x; row < rows; row += SCORE_THREADS) {
-        const long long at = query_row(tile, row, s);
-        buffers.minus_shifts[row] = at < 0 ? -INFINITY : -lse[at] * LOG2_E;
+        const int head = row / SCORE_TOKENS, token = row % SCORE_TOKENS;
+        buffers.minus_shifts[row] = token < tile.tokens ? -lse[row_of_query(tile, head, token, s)] * LOG2_E : -INFINITY;
     }
     for (int i = threadIdx.x; i < overlaps(s); i += SCORE_THREADS) {
         const int begin = (first_overlap(s) + i) * s.d;

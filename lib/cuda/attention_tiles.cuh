@@ -332,10 +332,14 @@ __device__ inline RowOfTile row_of_tile(const QueryTile& tile, int row, const At
     const int head = s.by_tile_tokens.of(row), token = row - head * s.tile_tokens;
     return {head, token, head < s.heads && token < tile.tokens};
 }
-// Row of [B, H, queries] for a row of the tile, or -1 if it is no query.
+// Row of [B, H, queries] for a query of the tile
+__device__ inline long long row_of_query(const QueryTile& tile, int head, int token, const AttentionShape& s) {
+    return ((long long)tile.bg * s.heads + head) * s.queries + tile.j0 + token;
+}
+// The same for a row of the tile, or -1 if it is no query.
 __device__ inline long long query_row(const QueryTile& tile, int row, const AttentionShape& s) {
     const RowOfTile r = row_of_tile(tile, row, s);
-    return r.query ? ((long long)tile.bg * s.heads + r.head) * s.queries + tile.j0 + r.token : -1;
+    return r.query ? row_of_query(tile, r.head, r.token, s) : -1;
 }
 // Where the tile's first row begins in q [B, H, queries, D] and in dout [B, queries, H, D]
 template <int D>
@@ -560,10 +564,17 @@ struct QueryBlock {
     }
     // Row of [B, H, queries] for this lane's row i of piece m, or -1
     __device__ long long row(int m, int i, const AttentionShape& s) const {
-        // Computed again, so that nothing of it stays in registers throughout the walk.
-        const Indices again = indices_again();
-        const int row = int(again.thread / 32 * M + m) * 16 + i * 8 + int(again.thread % 32 / 4);
-        return query_row(query_tile(s, int(again.block)), row, s);
+        if constexpr (by ==
+                      WARPGROUP) {  // computed again, so that nothing of it stays in registers throughout the walk
+            const Indices again = indices_again();
+            const int row = int(again.thread / 32 * M + m) * 16 + i * 8 + int(again.thread % 32 / 4);
+            return query_row(query_tile(s, int(again.block)), row, s);
+        }
+        // With unsigned divisions: otherwise the compiler keeps the quotients of ends_of_rows, which are the same, in 8
+        // registers throughout the walk.
+        const unsigned row = first_row + m * 16 + i * 8 + threadIdx.x % 32 / 4, tokens = unsigned(s.tile_tokens);
+        const int head = int(row / tokens), token = int(row % tokens);
+        return head < s.heads && token < tile.tokens ? row_of_query(tile, head, token, s) : -1;
     }
     // Of the block: as many warps, or warpgroups, as the tile's rows fill.
     static unsigned threads(const AttentionShape& s) {
