@@ -1828,16 +1828,17 @@ inline void launch_attention_forward(bf16* out, float* lse, const bf16* q, const
         if (kernel != SelectedKernel::TILES) launch_gather_forward<D>(out, lse, q, k, v, selection, s, choice, stream);
         if (kernel == SelectedKernel::GATHER) return;
     }
-    const unsigned blocks = unsigned(a.tiles * a.batch_groups);
-    if constexpr (has_warpgroups(D))
-        if (asked.warpgroups) {
-            using Block = QueryBlock<branch, D, false, WARPGROUP>;
-            return launch<warpgroup_forward_kernel<branch, D>>(blocks, Block::threads(a), Block::bytes(a), stream, out,
-                                                               lse, q, k, v, selection, choice, a);
-        }
-    using Block = QueryBlock<branch, D, false>;
-    launch<attention_forward_kernel<branch, D>>(blocks, Block::threads(a), Block::bytes(a), stream, out, lse, q, k, v,
-                                                selection, choice, a);
+    with_multiplier<D>(asked.warpgroups, [&](auto multiplier) {
+        constexpr Multiplier by = decltype(multiplier)::value;
+        using Block = QueryBlock<branch, D, false, by>;
+        const unsigned blocks = unsigned(a.tiles * a.batch_groups);
+        if constexpr (by == WARPGROUP)
+            launch<warpgroup_forward_kernel<branch, D>>(blocks, Block::threads(a), Block::bytes(a), stream, out, lse, q,
+                                                        k, v, selection, choice, a);
+        else
+            launch<attention_forward_kernel<branch, D>>(blocks, Block::threads(a), Block::bytes(a), stream, out, lse, q,
+                                                        k, v, selection, choice, a);
+    });
 }
 template <Branch branch, int D>
 inline void launch_attention_backward(const BackwardArrays<bf16, float>& d, const InputArrays<bf16>& in,

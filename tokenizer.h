@@ -270,7 +270,7 @@ struct Tokenizer {
         };
         t.source = read_gpt2_vocabulary(folder, size_t(vocab_size), add_token);
         t.end_of_text = uint16_t(t.tokens.size());
-        t.tokens.push_back("<|endoftext|>");
+        t.tokens.push_back(END_OF_TEXT);
         return t;
     }
 

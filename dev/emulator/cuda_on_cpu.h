@@ -76,16 +76,14 @@ inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return
         }(),                                          \
         sizeof(T dimensions), #name)
 
-// Hands out the dynamic shared memory of the launch in order, each piece at a multiple of 128 bytes, or of `alignment`,
-// a power of two up to 1024. One per kernel.
+// Hands out the dynamic shared memory of the launch in order, each piece at a multiple of 128 bytes, the first of 1024.
+// One per kernel.
 struct DynamicShared {
     size_t used = 0;
     template <class T>
-    EMU_ENGINE T* take(size_t n, size_t alignment = 16) {
-        if (!alignment || alignment > 1024 || alignment & (alignment - 1))
-            emu::stop("DynamicShared is asked for an alignment of %zu bytes", alignment);
-        const size_t at = (used + alignment - 1) / alignment * alignment, bytes = n * sizeof(T);
-        used = at + (bytes + 127) / 128 * 128;
+    EMU_ENGINE T* take(size_t n) {
+        const size_t at = used, bytes = n * sizeof(T);
+        used += (bytes + 127) / 128 * 128;
         if (at + bytes > emu::machine.dynamic_bytes)
             emu::stop("DynamicShared hands out %zu bytes, the launch gave %zu", at + bytes, emu::machine.dynamic_bytes);
         return (T*)emu::shared_array((const void*)(at + 1), bytes, "DynamicShared", at, 1024);

@@ -324,8 +324,7 @@ EMU_ENGINE EMU_NOINLINE inline void wgmma_wait(EMU_SITE) {
 }
 template <int GROUPS, int N>
 EMU_ENGINE EMU_NOINLINE inline void wgmma_wait(float (&)[N][4], EMU_SITE) {
-    emu::WaitWgmma wait = {GROUPS};
-    emu::warp_function(~0u, emu::WaitWgmma::run, &wait, "wgmma_wait", site);
+    wgmma_wait<GROUPS>(site);
 }
 EMU_ENGINE inline void async_fence() {
     emu::machine.threads[emu::machine.current].async_fences.push_back(emu::machine.clock.interval);

@@ -564,8 +564,8 @@ struct QueryBlock {
     }
     // Row of [B, H, queries] for this lane's row i of piece m, or -1
     __device__ long long row(int m, int i, const AttentionShape& s) const {
-        if constexpr (by ==
-                      WARPGROUP) {  // computed again, so that nothing of it stays in registers throughout the walk
+        if constexpr (by == WARPGROUP) {
+            // Computed again, so that nothing of it stays in registers throughout the walk.
             const Indices again = indices_again();
             const int row = int(again.thread / 32 * M + m) * 16 + i * 8 + int(again.thread % 32 / 4);
             return query_row(query_tile(s, int(again.block)), row, s);

@@ -108,14 +108,13 @@ inline void nccl_check(ncclResult_t r, const char* call, const char* file, int l
 
 #define SHARED(T, name, dimensions) __shared__ T name dimensions
 
-// Hands out the launch's dynamic shared bytes in order, each piece at a multiple of 128 bytes, or of `alignment`, a
-// power of two up to 1024. One per kernel.
+// Hands out the launch's dynamic shared bytes in order, each piece at a multiple of 128 bytes, the first of 1024. One
+// per kernel.
 struct DynamicShared {
     size_t used = 0;
     template <class T>
-    __device__ T* take(size_t n, size_t alignment = 16) {
+    __device__ T* take(size_t n) {
         extern __shared__ __align__(1024) unsigned char dynamic_shared_bytes[];
-        used = (used + alignment - 1) / alignment * alignment;
         T* piece = reinterpret_cast<T*>(dynamic_shared_bytes + used);
         used += (n * sizeof(T) + 127) / 128 * 128;
         return piece;

@@ -114,9 +114,14 @@ __device__ inline void multiply_rows(float (&c)[M][2 * N][4], const unsigned (&a
             for (int m = 0; m < M; m++) multiply_pair(c[m][2 * n], c[m][2 * n + 1], a[m][k / 16], b);
         }
 }
-// c (M*16 x D) += P B; P (M*16 x K*16) as a product left it, rounded to bf16; B: rows b_row.. of its tile. The C
-// fragments of two neighbouring products are the A fragment of the next one, see above, so P never goes through shared
-// memory.
+// a = columns 16 k .. 16 k + 15 of P, as a product left it, rounded to bf16: the C fragments of two neighbouring
+// products are the A fragment of the next one, see above, so P never goes through shared memory.
+template <int N>
+__device__ inline void round_piece(unsigned (&a)[4], const float (&p)[N][4], int k) {
+#pragma unroll
+    for (int r = 0; r < 4; r++) a[r] = pack_bf16(p[2 * k + r / 2][r % 2 * 2], p[2 * k + r / 2][r % 2 * 2 + 1]);
+}
+// c (M*16 x D) += P B; P (M*16 x K*16) as a product left it, rounded to bf16; B: rows b_row.. of its tile.
 template <int D, int M, int K>
 __device__ inline void multiply_add(float (&c)[M][D / 8][4], const float (&p)[M][2 * K][4], const bf16* b_tile,
                                     int b_row) {
@@ -124,10 +129,7 @@ __device__ inline void multiply_add(float (&c)[M][D / 8][4], const float (&p)[M]
     for (int k = 0; k < K; k++) {
         unsigned a[M][4];
 #pragma unroll
-        for (int m = 0; m < M; m++)
-#pragma unroll
-            for (int r = 0; r < 4; r++)
-                a[m][r] = pack_bf16(p[m][2 * k + r / 2][r % 2 * 2], p[m][2 * k + r / 2][r % 2 * 2 + 1]);
+        for (int m = 0; m < M; m++) round_piece(a[m], p[m], k);
 #pragma unroll
         for (int x = 0; x < D; x += 16) {
             unsigned b[4];

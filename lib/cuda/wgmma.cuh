@@ -143,7 +143,5 @@ __device__ inline void start_sum(float (&c)[N][4], const unsigned (&p)[KEY_TILE 
 template <int N>
 __device__ inline void round_rows(unsigned (&a)[N / 2][4], const float (&p)[N][4]) {
 #pragma unroll
-    for (int k = 0; k < N / 2; k++)
-#pragma unroll
-        for (int r = 0; r < 4; r++) a[k][r] = pack_bf16(p[2 * k + r / 2][r % 2 * 2], p[2 * k + r / 2][r % 2 * 2 + 1]);
+    for (int k = 0; k < N / 2; k++) round_piece(a[k], p, k);
 }

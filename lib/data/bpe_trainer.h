@@ -226,7 +226,7 @@ void train_vocabulary(TokenizeOptions options) {
     counts = {};
     bpe.train(size_t(options.size) - 1);
     std::vector<std::string> tokens = bpe.tokens;
-    tokens.push_back("<|endoftext|>");
+    tokens.push_back(END_OF_TEXT);
     write_vocabulary(options.out, tokens, bpe.merged);
     if (!options.report) return;
     const size_t size = bpe.tokens.size() + 1;

@@ -25,6 +25,7 @@
 #include "../base/progress.h"
 #include "shards.h"
 #include "text_input.h"
+#include "vocabulary.h"
 
 // The options of this verb alone.
 struct TokenizeConfig {
@@ -76,9 +77,6 @@ inline std::string read_separator(const std::string& written) {
     }
     return out;
 }
-
-// How texts of others write the end of a document. In a text it is no token of ours, see Tokenizer.
-constexpr char END_OF_TEXT[] = "<|endoftext|>";
 
 inline uint64_t count_end_of_text(const std::string& text) {
     uint64_t count = 0;

@@ -2,13 +2,16 @@
 // such files. tokenizer.h uses it.
 //
 // The ids 0 to 255 are the bytes, in the order of ByteAlphabet. Every later id merges two earlier ones; the tokenizer,
-// which keeps the merges, checks that. The last id, end-of-text, is "<|endoftext|>" in all the files.
+// which keeps the merges, checks that. The last id, end-of-text, is END_OF_TEXT in all the files.
 #pragma once
 #include <functional>
 #include <unordered_map>
 
 #include "../base/files.h"
 #include "../base/json.h"
+
+// Texts of others write the end of a document so. In a text it is no token of ours, see Tokenizer.
+constexpr char END_OF_TEXT[] = "<|endoftext|>";
 
 // ---------------------------------------------------------------------------------------------------------------------
 // vocab.bpe and encoder.json write each byte as a printable character: the printable bytes of Latin-1 stand for
@@ -132,7 +135,7 @@ struct MergedTokens {
             const auto at = [&] {
                 return format_text("%s: byte %llu", path.c_str(), (unsigned long long)ids.items[i].offset);
             };
-            if (ids.keys[i] == "<|endoftext|>") {
+            if (ids.keys[i] == END_OF_TEXT) {
                 if (id != int64_t(size) - 1)
                     fail("%s: <|endoftext|> has id %lld, expected %zu", at().c_str(), (long long)id, size - 1);
                 continue;
@@ -179,8 +182,7 @@ inline Json parse_tokenizer_json(const std::string& path) {
         (by_words && !by_words->is_true) || (normalizer && normalizer->kind != Json::Null))
         fail(
             "%s is no tokenizer of GPT-2's kind: expected a BPE, the pre_tokenizer ByteLevel with use_regex and "
-            "without "
-            "add_prefix_space, and no normalizer",
+            "without add_prefix_space, and no normalizer",
             path.c_str());
     return root;
 }
@@ -190,10 +192,10 @@ inline Json parse_tokenizer_json(const std::string& path) {
 inline Json ids_of_tokenizer_json(const Json& root, const std::string& path) {
     Json ids = root.get("model", path).get("vocab", path + ": model");
     const Json* const added = root.find("added_tokens");
-    if (added && !ids.find("<|endoftext|>"))
+    if (added && !ids.find(END_OF_TEXT))
         for (const Json& token : added->items)
-            if (token.string("content", path + ": added_tokens") == "<|endoftext|>") {
-                ids.keys.push_back("<|endoftext|>");
+            if (token.string("content", path + ": added_tokens") == END_OF_TEXT) {
+                ids.keys.push_back(END_OF_TEXT);
                 ids.items.push_back(token.get("id", path + ": added_tokens"));
             }
     return ids;
@@ -293,7 +295,7 @@ inline void read_llmc_tokenizer(const std::string& path, size_t size, const AddT
         if (length == 0) fail("%s: token %zu has no bytes", where().c_str(), id);
         const std::string bytes = file.substr(at + 1, length);
         if (id < size - 1) list.add(bytes, where);
-        else if (bytes != "<|endoftext|>")
+        else if (bytes != END_OF_TEXT)
             fail("%s: token %zu is %s, expected <|endoftext|>", where().c_str(), id, json_quote(bytes).c_str());
         at += 1 + length;
     }
@@ -320,7 +322,7 @@ inline void require_last_token(const std::string& path, int64_t id, int64_t toke
 // How many tokens the folder's vocabulary has: those files may hold any number, the others GPT-2's.
 inline size_t vocabulary_size(const std::string& folder) {
     const auto size_of = [](const std::string& path, const Json& ids) {
-        const int64_t last = ids.integer("<|endoftext|>", path), count = int64_t(ids.keys.size());
+        const int64_t last = ids.integer(END_OF_TEXT, path), count = int64_t(ids.keys.size());
         require_last_token(path, last, count);
         if (last < 256 || last > 65535)
             fail("%s: <|endoftext|>, the last token, has id %lld, expected 256 to 65535: shards hold 16-bit tokens",

@@ -54,9 +54,7 @@ static std::string command_of_run(const Json& then, const std::string& path) {
         set_option(c, o, value_text(*value, o));
         const std::string text = value_text(c, o);
         if (text.empty() || text == value_text(standard, o)) continue;
-        const std::string shown = published(o, text);
-        const std::string word =
-            format_text(" --%s%c", o.name, shown.compare(0, 2, "--") ? ' ' : '=') + shell_word(shown);
+        const std::string word = " " + option_words(o.name, published(o, text));
         if (command.size() + word.size() - line > 110) {
             line = command.size();
             command += " \\\n   ";

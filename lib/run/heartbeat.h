@@ -15,7 +15,6 @@
 #include "../base/json.h"
 #include "../base/system.h"
 #include "../base/util.h"
-#include "../base/util.h"
 
 class Heartbeat {
     std::string path;

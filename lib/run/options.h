@@ -505,6 +505,11 @@ inline bool is_choice(const std::string& word, const std::string& choices) {
     return ("|" + choices + "|").find("|" + word + "|") != std::string::npos && word.find('|') == std::string::npos;
 }
 
+// An option as it can be typed.
+inline std::string option_words(const std::string& name, const std::string& value) {
+    return "--" + name + (value.compare(0, 2, "--") ? " " : "=") + shell_word(value);
+}
+
 // What a shell makes of a ~ and of braces, unless they stand in quotes or behind a =, no program makes of them.
 inline void refuse_unexpanded(const std::string& name, const std::string& value) {
     const bool is_sets = is_choice(name, "data|val-data"), is_written = is_choice(name, "out|html|json|dump-state");
@@ -706,9 +711,7 @@ inline Config parse_options(int argc, const char* const* argv, std::set<std::str
             fail_usage("--%s needs a value: %s%s", name.c_str(), range_text(*o).c_str(),
                        at == argc || o->choices || !(o->text || o->list)
                            ? ""
-                           : format_text("; one that begins with -- is given as --%s=%s", name.c_str(),
-                                         shell_word(argv[at]).c_str())
-                                 .c_str());
+                           : ("; one that begins with -- is given as " + option_words(name, argv[at])).c_str());
         set_option(c, *o, argv[at++]);
         while (several && at < argc && std::strncmp(argv[at], "--", 2)) set_option(c, *o, argv[at++]);
     }
@@ -750,13 +753,10 @@ inline Config options_of(const std::string& words) {
 // The layers of --attention; none where the text is no pattern of them.
 inline std::vector<LayerKind> layer_kinds(const std::string& pattern) {
     std::vector<LayerKind> kinds;
-    for (size_t begin = 0; begin <= pattern.size();) {
-        const size_t end = std::min(pattern.find(',', begin), pattern.size());
-        const std::string name = pattern.substr(begin, end - begin);
+    for (const std::string& name : set_texts(pattern)) {
         const auto found = std::find(std::begin(LAYER_KIND_NAMES), std::end(LAYER_KIND_NAMES), name);
         if (found == std::end(LAYER_KIND_NAMES) || kinds.size() == MAX_PATTERN) return {};
         kinds.push_back(LayerKind(found - LAYER_KIND_NAMES));
-        begin = end + 1;
     }
     return kinds;
 }
@@ -925,10 +925,7 @@ inline std::string program_name = "./train_nsa";
 inline std::string command_line(const Config& c, const std::set<std::string>& given, const std::string& without) {
     std::string command = shell_word(program_name);
     for (const Option& o : OPTIONS)
-        if (given.count(o.name) && o.name != without) {
-            const std::string value = value_text(c, o);
-            command += " --" + std::string(o.name) + (value.compare(0, 2, "--") ? " " : "=") + shell_word(value);
-        }
+        if (given.count(o.name) && o.name != without) command += " " + option_words(o.name, value_text(c, o));
     return command;
 }
 

@@ -205,8 +205,8 @@ template <int N, WgmmaForm FORM>
 __global__ void __launch_bounds__(128) one_wgmma(float* out, const bf16* a, const bf16* b) {
 #ifdef HAS_WGMMA
     DynamicShared shared;
-    bf16* const tile_a = shared.take<bf16>(2 * 64 * 64, 1024);
-    bf16* const tile_b = shared.take<bf16>(2 * 128 * 64, 1024);
+    bf16* const tile_a = shared.take<bf16>(2 * 64 * 64);
+    bf16* const tile_b = shared.take<bf16>(2 * 128 * 64);
     constexpr int half_b = FORM == COLUMNS ? 128 * 64 : N * 8 * 64;
     for (int half = 0; half < 2; half++) {
         copy_64_columns(tile_a + half * 64 * 64, a + half * 64, 64, 128);
@@ -249,9 +249,9 @@ __global__ void __launch_bounds__(128)
     constexpr int TILE = 64 * 64;
     DynamicShared shared;
     if (FAULT == TILE_AT_512) shared.take<bf16>(256);
-    bf16* const q_tile = shared.take<bf16>(2 * TILE, FAULT == TILE_AT_512 ? 16 : 1024);
-    bf16* const k_tiles = shared.take<bf16>(2 * TILE, 1024);
-    bf16* const v_tiles = shared.take<bf16>(4 * TILE, 1024);
+    bf16* const q_tile = shared.take<bf16>(2 * TILE);
+    bf16* const k_tiles = shared.take<bf16>(2 * TILE);
+    bf16* const v_tiles = shared.take<bf16>(4 * TILE);
     const auto copy = [&](int tile) {
         copy_64_columns(k_tiles + tile % 2 * TILE, k + tile * TILE, 64, 64);
         for (int half = 0; half < 2; half++)
