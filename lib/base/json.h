@@ -3,6 +3,7 @@
 // invalid UTF-8.
 #pragma once
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 
 #include "util.h"
@@ -58,7 +59,7 @@ struct Json {
 
     Kind kind = Null;
     bool is_true = false;           // of a Bool
-    bool is_integer = false;        // a Number that is written as an integer and fits an int64
+    bool is_integer = false;        // a Number that an int64 holds: 2, and 2.0 up to 2^53
     double number_value = 0;        // of a Number
     int64_t integer_value = 0;      // of a Number with is_integer
     std::string text;               // of a String, UTF-8
@@ -186,8 +187,10 @@ struct JsonParser {
             fail("%s: byte %llu: the number is beyond a double's range", where.c_str(),
                  (unsigned long long)value.offset);
         errno = 0;
-        value.integer_value = whole ? std::strtoll(digits.c_str(), nullptr, 10) : 0;
-        value.is_integer = whole && errno == 0;
+        const double number = value.number_value;
+        if (whole) value.integer_value = std::strtoll(digits.c_str(), nullptr, 10);
+        else if (std::fabs(number) <= std::ldexp(1, 53)) value.integer_value = int64_t(number);
+        value.is_integer = errno == 0 && (whole || double(value.integer_value) == number);
         if (!value.is_integer) value.integer_value = 0;
     }
 
