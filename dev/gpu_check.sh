@@ -43,7 +43,7 @@
 # With OUT the built programs are saved too, as OUT/programs.tar.gz, for the same sources, toolkit, processor and GPU.
 # Programs that are already where make puts them are used as they are.
 # Figures worth quoting are in the parts' output as lines "result: what | figure | unit | conditions";
-# dev/results_table.sh makes the page's table from them, and the README's.
+# dev/results_table.sh makes the page's table from them, and that of dev/BENCHMARKS.md.
 # DRY_RUN=1 prints the commands of the parts and runs none.
 # shellcheck disable=SC2317  # the parts are called by a bash of their own
 set -uo pipefail

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Makes the README's GPU table from a report of dev/gpu_check.sh: from its head line, and from its lines
+# Makes the GPU table of dev/BENCHMARKS.md from a report of dev/gpu_check.sh: from its head line, and from its lines
 # "result: what | figure | unit | conditions", wherever they are.
-#     dev/results_table.sh REPORT.md              prints the table
-#     dev/results_table.sh REPORT.md README.md    puts it between the README's lines <!-- gpu table --> and
-#                                                 <!-- end of gpu table -->
+#     dev/results_table.sh REPORT.md                       prints the table
+#     dev/results_table.sh REPORT.md dev/BENCHMARKS.md     puts it between that page's lines <!-- gpu table -->
+#                                                          and <!-- end of gpu table -->
 # It marks figures of a part that failed or was stopped elsewhere. Several reports may be joined into one file.
 set -euo pipefail
 case ${1:-} in -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
 die() { echo "results_table.sh: $1" >&2; exit 2; }
-[ $# -eq 1 ] || [ $# -eq 2 ] || die "usage: dev/results_table.sh REPORT.md [README.md]"
+[ $# -eq 1 ] || [ $# -eq 2 ] || die "usage: dev/results_table.sh REPORT.md [dev/BENCHMARKS.md]"
 [ -f "$1" ] || die "$1: there is no such file; dev/gpu_check.sh writes it under dev/results"
 
 table=$(awk '

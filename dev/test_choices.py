@@ -32,7 +32,7 @@ SEQ_LEN = 256  # of those that are trained here; longer questions lose their beg
 def make_questions(path, count):
     """Words of the documents as contexts, what follows and three other places as endings; some longer than SEQ_LEN."""
     words = []
-    for name in ("NOTES.md", "MODEL.md"):
+    for name in ("LOG.md", "MODEL.md"):
         words += open(os.path.join(HERE, name), encoding="utf-8").read().split()
     draw = random.Random(3)
     with open(path, "w", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-// predict.h: what an H100 should take, from counts alone, made before one was there. Measured on one (dev/RESULTS.md)
+// predict.h: what an H100 should take, from counts alone, made before one was there. Measured on one (dev/LOG.md)
 // are 0.8 to 1.0 times that for products, 1.1 to 1.4 for what passes through memory once, 2.0 to 2.2 for attention, 2.7
 // for compression and 5.8 for the choice of blocks: short launches, and instructions that wait for one another.
 //   build/cuda_tests --predict-attention   attention, branch by branch, in the shape for which others have published

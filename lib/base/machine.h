@@ -32,7 +32,7 @@ inline std::string processor_list() {
 // A thread that waits at the end of a loop may spin, by default for milliseconds. Where another process wants the core
 // (a second rank, a compiler, a neighbour), each of a step's hundreds of loops then waits for a time slice. If it
 // sleeps at once, it is woken late in each. GCC's runtime spins a few microseconds here, which has most of both
-// (figures: dev/NOTES.md); LLVM's knows milliseconds only, so there it sleeps. Runtimes read their setting before
+// (figures: dev/LOG.md); LLVM's knows milliseconds only, so there it sleeps. Runtimes read their setting before
 // main() and before anything of the program that could change the environment, so the program sets it and starts itself
 // again. What the user has set stays.
 inline void set_omp_wait(char** argv) {

@@ -8,7 +8,7 @@
 //
 // Documents about one person are the easy ones: whoever finds the capitals knows which letters may come. Those about
 // three ask for the letter after the same letters. Together they teach in 2 M tokens what names among many names do not
-// teach in 15 M, see dev/NOTES.md.
+// teach in 15 M, see dev/LOG.md.
 //
 // Document k is a pure function of (seed, k), in integers only, so it is the same on every machine. All documents have
 // the same length; if the sequence length is a multiple of it, every sample begins with a document and holds every

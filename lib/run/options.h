@@ -384,7 +384,7 @@ inline Config preset_125m() {
 }
 
 // For an hour on a laptop's CPU; of bytes, so that it needs no vocabulary. Blocks, optimiser and learning rate are the
-// best of the sweeps in dev/RESULTS.md, "Eight million bytes", and the batch is theirs.
+// best of the sweeps in dev/EVIDENCE.md, "Optimiser and options", and the batch is theirs.
 inline Config preset_2m() {
     Config p = preset_tiny();
     p.model = "2m";

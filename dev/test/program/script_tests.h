@@ -8,7 +8,7 @@
 
 namespace script_tests {
 
-// A folder with the two scripts, a README, and the stand-ins.
+// A folder with the two scripts, the page of benchmarks, and the stand-ins.
 struct Machine {
     TempFolder folder;
 
@@ -18,7 +18,7 @@ struct Machine {
     }
     Machine() {
         for (const char* sub : {"dev", "bin", "build"}) std::filesystem::create_directory(folder.file(sub));
-        for (const char* name : {"dev/gpu_check.sh", "dev/results_table.sh", "README.md"})
+        for (const char* name : {"dev/gpu_check.sh", "dev/results_table.sh", "dev/BENCHMARKS.md"})
             std::filesystem::copy_file(name, folder.file(name));
         script("bin/nvidia-smi", R"sh(case "$*" in
             -L) echo "GPU 0: NVIDIA X/1 80GB (UUID: GPU-0)" ;;
@@ -198,7 +198,7 @@ TEST(run_gpu_check_with_stand_ins) {
           text.find("\nstep 0001 | ") != std::string::npos);
     const std::string whole = read_file(file.substr(0, file.size() - 3) + ".log");
     CHECK_EQUAL(count(whole, "\nstep 0050 | "), size_t(3));
-    // The page's own table of all figures is what the README's is made of.
+    // The page's own table of all figures is what that of the benchmarks is made of.
     CHECK(text.find("\n| NSA, T=2048 | 1028 | tokens/s | median") != std::string::npos);
     CHECK(text.find("result: test_device --only attention_kernels_ | 12 | us |") != std::string::npos);
     // Of 50 steps the median of 6 .. 50 is the 28th; of 15 that of 6 .. 15 the 10th.
@@ -217,17 +217,16 @@ TEST(run_gpu_check_with_stand_ins) {
           longer.find("\nline 500\n") != std::string::npos);
     write_file(file, text);
 
-    const program::Result table = machine.run({"dev/results_table.sh", file, machine.folder.file("README.md")});
+    const program::Result table = machine.run({"dev/results_table.sh", file, machine.folder.file("dev/BENCHMARKS.md")});
     CHECK_EQUAL(table.status, 0);
-    const std::string readme = read_file(machine.folder.file("README.md"));
-    CHECK(readme.find("| NSA, T=2048 | 1028 | tokens/s | median of the steps after the 5th, MFU 32.7 % of 989.4 "
-                      "TFLOP/s, 14321 MiB of GPU memory, first step after ") != std::string::npos);
-    CHECK(readme.find(" s; random token ids, --batch 16 --total-batch 65536 --steps 50; commit abc1234, sources ") !=
+    const std::string page = read_file(machine.folder.file("dev/BENCHMARKS.md"));
+    CHECK(page.find("| NSA, T=2048 | 1028 | tokens/s | median of the steps after the 5th, MFU 32.7 % of 989.4 "
+                    "TFLOP/s, 14321 MiB of GPU memory, first step after ") != std::string::npos);
+    CHECK(page.find(" s; random token ids, --batch 16 --total-batch 65536 --steps 50; commit abc1234, sources ") !=
           std::string::npos);
-    CHECK_EQUAL(count(readme, "; commit abc1234, sources "), count(text, "\nresult: "));
-    CHECK(readme.find("| first |") == std::string::npos);  // runs that are only compared
-    CHECK(readme.find("Parts that failed") == std::string::npos &&
-          readme.find("failed elsewhere") == std::string::npos);
+    CHECK_EQUAL(count(page, "; commit abc1234, sources "), count(text, "\nresult: "));
+    CHECK(page.find("| first |") == std::string::npos);  // runs that are only compared
+    CHECK(page.find("Parts that failed") == std::string::npos && page.find("failed elsewhere") == std::string::npos);
 }
 // With PRECISION=FP32 there are no kernels on tensor cores, so neither are their tests. Where all tests are missing the
 // program sees no GPU, and where others are it was built from other sources.

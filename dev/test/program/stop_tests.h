@@ -41,7 +41,7 @@ class StopTrial {
     // What is wrong with the run in `out`, which got the signal; "" if nothing is.
     std::string fault_of(const Result& r, int signal, const std::string& out) {
         const int expected = signal == SIGINT ? 130 : 75;
-        // Of a signal to itself MPICH's mpirun sometimes returns 0 whatever the ranks return: dev/NOTES.md.
+        // Of a signal to itself MPICH's mpirun sometimes returns 0 whatever the ranks return: dev/LOG.md.
         if (!launcher.empty() && r.status == 0) launcher_lost_status++;
         else if (r.status != expected) return format_text("status %d, expected %d", r.status, expected);
         if (!r.err.empty()) return "stderr is not empty";
