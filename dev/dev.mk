@@ -89,7 +89,7 @@ test_long: train_nsa $(BUILD)/tests $(EMULATOR_PROGRAMS) $(EMULATED)
 	@dev/run_tests.sh '$(BUILD)/cuda_tests_check' '$(BUILD)/cuda_tests --long' '$(BUILD)/tests --long' \
 	    $(LONG_EMULATOR_TESTS) $(if $(HAVE_CUDA),dev/kernel_report.sh dev/loop_report.sh) \
 	    'dev/test/mutants.sh --sample 4' dev/launcher_check.sh dev/other_machines_check.sh \
-	    dev/opencl_check.sh dev/porting_check.sh dev/hip_check.sh
+	    dev/opencl_check.sh dev/hip_check.sh
 # The program for AMD's GPUs, compiled and linked, never run
 hip_check:
 	dev/hip_check.sh

@@ -20,7 +20,7 @@ trap clean_up EXIT
 # Slurm and Open MPI's mpirun leave variables behind that make a process believe it is a rank.
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1
 export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
-# hwloc, in Open MPI's mpirun, loads every OpenCL driver; PoCL's LLVM takes SIGUSR1 away from mpirun (dev/RUNNING.md).
+# hwloc, in Open MPI's mpirun, loads every OpenCL driver; PoCL's LLVM takes SIGUSR1 away from mpirun (dev/GUIDE.md).
 export HWLOC_COMPONENTS=-opencl
 
 small=(--model tiny --seq-len 128 --total-batch 512 --batch 1 --threads 1 --sample-tokens 0 --eval-batches 1 --seed 5)

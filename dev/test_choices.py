@@ -105,7 +105,7 @@ def test(program, file, vocab_dir, count):
     if not file:
         file = program.file("questions.jsonl")
         make_questions(file, count)
-    text = "".join(open(os.path.join(HERE, name), encoding="utf-8").read() for name in ("MODEL.md", "RUNNING.md"))
+    text = "".join(open(os.path.join(HERE, name), encoding="utf-8").read() for name in ("MODEL.md", "GUIDE.md"))
     with open(program.file("text.txt"), "w", encoding="utf-8") as out:
         out.write(text)
     for name in CHOSEN:

@@ -278,7 +278,7 @@ def test(program, vocab_dir):
     if not vocab_dir:
         vocab_dir = program.file("vocabulary")
         invent_vocabulary(vocab_dir)
-    text = "".join(open(os.path.join(HERE, name), encoding="utf-8").read() for name in ("MODEL.md", "RUNNING.md"))
+    text = "".join(open(os.path.join(HERE, name), encoding="utf-8").read() for name in ("MODEL.md", "GUIDE.md"))
     with open(program.file("text.txt"), "w", encoding="utf-8") as file:
         file.write(text)
     awkward = text[:20000] + (

@@ -437,7 +437,7 @@ TEST(run_from_text_to_sample_with_an_own_vocabulary) {
     using namespace program;
     TempFolder folder;
     const std::string text = folder.file("a.txt"), vocab = folder.file("vocab"), other = folder.file("other");
-    write_file(text, read_file("README.md") + read_file("dev/RUNNING.md") + read_file("dev/LOG.md"));
+    write_file(text, read_file("README.md") + read_file("dev/GUIDE.md") + read_file("dev/LOG.md"));
     const auto learn = [&](const std::string& size, const std::string& to) {
         return run({"vocabulary", "--in", text, "--size", size, "--out", to});
     };
