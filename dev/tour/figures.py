@@ -1,16 +1,17 @@
 #!/usr/bin/env python3
 """figures.py: draws the figures of the tour from the program's numbers. Needs nothing but Python's standard library.
 
-    dev/tour/figures.py BUILD             all figures, from BUILD/tour, BUILD/tour_lanes and the two files below
-    dev/tour/figures.py BUILD --measure   before that, both files anew: trains tiny (two minutes) for what a trained
+    dev/tour/figures.py BUILD             all figures, from BUILD/tour, BUILD/tour_lanes and the files below
+    dev/tour/figures.py BUILD --measure   before that, the first two anew: trains tiny (two minutes) for what a trained
                                           model selects, and times a step of two ranks; on a machine that does nothing
                                           else
 
-The files are dev/tour/selection.json and dev/tour/timeline.txt.
+The files are dev/tour/selection.json and dev/tour/timeline.txt, and for speeds dev/bench/gpu/h200.md.
 """
 
 import html
 import json
+import math
 import os
 import re
 import subprocess
@@ -162,6 +163,40 @@ def parameters(tour):
     for i, name in enumerate(colors):
         f.box(70 + i % 4 * 180, 195 + i // 4 * 26, 12, 12, colors[name])
         f.text(88 + i % 4 * 180, 206 + i // 4 * 26, name)
+    f.write()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# README.
+
+
+def speed():
+    """Tokens a second by T, as dev/bench/gpu/h200.md has them."""
+    with open(os.path.join(HERE, "..", "bench", "gpu", "h200.md")) as file:
+        page = file.read()
+    rows = lambda what: [(int(t), int(rate)) for t, rate in re.findall(what + r" \| (\d+) \| tokens/s", page)]
+    lines = [
+        ("NSA, this program", rows(r"\| NSA, T=(\d+), beside PyTorch"), SLC),
+        ("dense, PyTorch", rows(r"\| PyTorch dense, torch.compile, T=(\d+)"), CMP),
+    ]
+    f = Figure("speed", 800, 330, "Tokens a second that an H200 trains, by the length of the sequences")
+    left, bottom, height = 80, 270, 225
+    at = lambda t, rate: (left + 150 * math.log2(t / 2048) + 60, bottom - height * rate / 550e3)
+    for rate in range(0, 600, 100):
+        f.line(left, at(2048, rate * 1e3)[1], 770, at(2048, rate * 1e3)[1], GREY, 0.5)
+        f.text(left - 8, at(2048, rate * 1e3)[1] + 4, f"{rate},000" if rate else "0", "end", size=12)
+    for t, _ in lines[0][1]:
+        f.text(at(t, 0)[0], bottom + 20, str(t), "middle", size=12)
+    f.text(425, bottom + 44, "tokens in a sequence; 125 million parameters, 32,768 tokens a step", "middle")
+    f.text(10, 22, "tokens a second in training, one H200, bf16")
+    for name, points, color in lines:
+        f.path_of([at(*point) for point in points], color, 2.5)
+        others = dict(next(line[1] for line in lines if line[0] != name))
+        for t, rate in points:
+            x, y = at(t, rate)
+            f.add("circle", cx=f"{x:.1f}", cy=f"{y:.1f}", r=4, fill=color)
+            f.text(x, y + (-10 if rate > others[t] else 20), f"{round(rate, -2):,}", "middle", size=12, color=color)
+    f.legend(520, 22, [(color, name) for name, _, color in lines], 140)
     f.write()
 
 
@@ -673,7 +708,7 @@ def main():
         draw(tour)
     for draw in (shuffle, lane_maps):
         draw(lanes)
-    for draw in (strip_and_overlap, mask, ladder, timeline, parameter):
+    for draw in (speed, strip_and_overlap, mask, ladder, timeline, parameter):
         draw()
 
 
