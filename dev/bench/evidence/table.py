@@ -213,7 +213,7 @@ def figure(arms):
         curve = [(axes.x(t), axes.y(l)) for t, l in curves[name] if l <= axes.high]
         parts.append(line(curve, color, 'stroke-dasharray="6 3"' if i >= len(COLORS) else ""))
         parts.append(text(WIDTH - RIGHT + 14, TOP + 16 + 20 * i, f"{words}: {loss}", color=color))
-    for i, words in enumerate(["(held-out loss at the end)"] + [f"(all with {shared})"] * bool(shared)):
+    for i, words in enumerate(["(numbers: held-out loss at the end)"] + [f"(all with {shared})"] * bool(shared)):
         parts.append(text(WIDTH - RIGHT + 14, TOP + 16 + 20 * (len(arms) + i), words))
     return "\n".join(parts + ["</svg>"]) + "\n"
 
