@@ -232,7 +232,7 @@ struct Cpu : HostRuntime, HostOptimiser<real_> {
     // ----- heads.  A row of `projected` [B*queries, P] is  q | keys and values, by HeadSlot | gate logits | padding
     struct Heads {
         real* q;               // [B, H, queries, D], rotated
-        real* kv[HEAD_SLOTS];  // [B, G, T, slot_dim(slot)] each, rotated where is_rotated(slot)
+        real* kv[HEAD_SLOTS];  // [B, G, T, D] each, rotated where is_rotated(slot)
         Stat* gate;            // [branches, B, H, queries], after the sigmoid
     };
     using HeadGradients = Heads;                                                 // gate is the gradient of its logit
@@ -282,13 +282,11 @@ struct Cpu : HostRuntime, HostOptimiser<real_> {
                 const real* in = projected + (size_t(b) * s.queries + t - s.first) * P;
                 for (int head = b * s.H; head < (b + 1) * s.H; head++, in += D)
                     place_head(out.q + s.query_row(head, t) * D, in, gains, true, t, D);
-                for (int slot = s.first_slot(); slot < HEAD_SLOTS; slot++) {
-                    const int width = s.slot_dim(slot);
-                    for (int g = 0; g < s.G; g++, in += width) {
-                        real* row = out.kv[slot] + ((size_t(b) * s.G + g) * s.T + t) * width;
-                        place_head(row, in, s.gain_of(gains, slot), is_rotated(slot), t, width);
+                for (int slot = s.first_slot(); slot < HEAD_SLOTS; slot++)
+                    for (int g = 0; g < s.G; g++, in += D) {
+                        real* row = out.kv[slot] + ((size_t(b) * s.G + g) * s.T + t) * D;
+                        place_head(row, in, s.gain_of(gains, slot), is_rotated(slot), t, D);
                     }
-                }
                 for (int head = 0; !s.full && head < s.H; head++)
                     for (int branch = 0; branch < BRANCHES; branch++)
                         out.gate[branch * s.query_rows() + s.query_row(b * s.H + head, t)] =
@@ -313,14 +311,12 @@ struct Cpu : HostRuntime, HostOptimiser<real_> {
                 real* out = dprojected + size_t(n) * P;
                 for (int head = b * s.H; head < (b + 1) * s.H; head++, out += D)
                     place_head_backward(out, sums, d.q + s.query_row(head, t) * D, gains, true, t, D, turned.data());
-                for (int slot = s.first_slot(); slot < HEAD_SLOTS; slot++) {
-                    const int size = s.slot_dim(slot);
-                    for (int g = 0; g < s.G; g++, out += size) {
-                        const real* dout = d.kv[slot] + ((size_t(b) * s.G + g) * s.T + t) * size;
+                for (int slot = s.first_slot(); slot < HEAD_SLOTS; slot++)
+                    for (int g = 0; g < s.G; g++, out += D) {
+                        const real* dout = d.kv[slot] + ((size_t(b) * s.G + g) * s.T + t) * D;
                         place_head_backward(out, s.gain_of(sums, slot), dout, s.gain_of(gains, slot), is_rotated(slot),
-                                            t, size, turned.data());
+                                            t, D, turned.data());
                     }
-                }
                 for (int head = 0; !s.full && head < s.H; head++)
                     for (int branch = 0; branch < BRANCHES; branch++)
                         out[s.gate_logit(head, branch)] =
@@ -337,13 +333,13 @@ struct Cpu : HostRuntime, HostOptimiser<real_> {
     using Phi = PhiOf<real>;
     using Phis = PhisOf<real>;
     using PhiGradients = PhisOf<Grad>;
-    // out = the compressed keys [B, G, NC, D] and values [B, G, NC, Dv] of k and v [B, G, T, ...]; hidden [2, B, G, NC,
-    // F], the values before the SiLU, is for the backward pass.
+    // out = the compressed keys [B, G, NC, D] and values, the same, of k and v [B, G, T, D]; hidden [2, B, G, NC, F],
+    // the values before the SiLU, is for the backward pass.
     void compress_forward(real* out, real* hidden, const real* k, const real* v, const Phis& phi, const NsaShape& s) {
         const ProfileRange range("compression");
         const size_t rows = s.cmp_rows();
         compress_heads(out, hidden, k, phi.k, true, s);
-        compress_heads(out + rows * s.D, hidden + rows * s.F, v, phi.v, false, s.of_values());
+        compress_heads(out + rows * s.D, hidden + rows * s.F, v, phi.v, false, s);
     }
     // One of the two; keys are rotated to position i*d. Computes the blocks that end inside this call's positions.
     void compress_heads(real* out, real* hidden, const real* k, const Phi& phi, bool rotated, const NsaShape& s) {
@@ -379,7 +375,7 @@ struct Cpu : HostRuntime, HostOptimiser<real_> {
         const ProfileRange range("compression");
         const size_t rows = s.cmp_rows();
         compress_heads_backward(dk, dphi.k, dout, hidden, k, phi.k, true, s);
-        compress_heads_backward(dv, dphi.v, dout + rows * s.D, hidden + rows * s.F, v, phi.v, false, s.of_values());
+        compress_heads_backward(dv, dphi.v, dout + rows * s.D, hidden + rows * s.F, v, phi.v, false, s);
     }
     void compress_heads_backward(real* dk, const PhiOf<Grad>& dphi, real* dout, const real* hidden, const real* k,
                                  const Phi& phi, bool rotated, const NsaShape& s) {
@@ -416,7 +412,7 @@ struct Cpu : HostRuntime, HostOptimiser<real_> {
     }
 
     // ----- attention. One source for the three branches: they differ only in the keys that a query sees, see
-    // lib/model/visible.h. Keys are [B, G, T, D], values [B, G, T, Dv], in the compressed branch [B, G, NC, ..].
+    // lib/model/visible.h. Keys and values are [B, G, T, D], in the compressed branch [B, G, NC, D].
     // The keys that query t sees, oldest first. selected: the bitmask of (t, group), in the selected branch.
     static std::vector<int> visible_keys(Branch branch, int t, const uint32_t* selected, const NsaShape& s) {
         std::vector<int> keys;
@@ -427,7 +423,7 @@ struct Cpu : HostRuntime, HostOptimiser<real_> {
         return keys;
     }
 
-    // out [B, H, queries, Dv] = softmax(q k^T / sqrt(D)) v over the branch's keys, the Attn(q, K, V) of paper eq. 5.
+    // out [B, H, queries, D] = softmax(q k^T / sqrt(D)) v over the branch's keys, the Attn(q, K, V) of paper eq. 5.
     // lse [B, H, queries] = ln of the softmax's denominator. A query without a key: out 0, lse +infinity.
     void attention_forward(Branch branch, real* out, Stat* lse, const real* q, const real* k, const real* v,
                            const uint32_t* selection, const NsaShape& s) {
@@ -443,17 +439,16 @@ struct Cpu : HostRuntime, HostOptimiser<real_> {
                 if (reads) KeyReads::add(reads->keys[branch], keys.size());
                 for (size_t head = group * h; head < (group + 1) * h; head++) {
                     const size_t row = s.query_row(head, t);
-                    attend(out + row * s.Dv(), lse[row], q + row * s.D, k + keys_at * s.D, v + keys_at * s.Dv(), keys,
-                           s);
+                    attend(out + row * s.D, lse[row], q + row * s.D, k + keys_at * s.D, v + keys_at * s.D, keys, s);
                 }
             }
         }
     }
-    // One query and head: out [Dv], q [D]; k, v: the rows of the group.
+    // One query and head: out [D], q [D]; k, v: the rows of the group.
     void attend(real* out, Stat& lse, const real* q, const real* k, const real* v, const std::vector<int>& keys,
                 const NsaShape& s) const {
-        const int Dv = s.Dv();
-        std::fill_n(out, Dv, real(0));
+        const int D = s.D;
+        std::fill_n(out, D, real(0));
         lse = std::numeric_limits<double>::infinity();
         if (keys.empty()) return;
         std::vector<real> p;
@@ -463,8 +458,8 @@ struct Cpu : HostRuntime, HostOptimiser<real_> {
         real total = 0;
         for (real& x : p) total += x = exponential(x - real(largest));
         for (size_t i = 0; i < keys.size(); i++)
-            for (int x = 0; x < Dv; x++) out[x] += factor(p[i]) * factor(v[size_t(keys[i]) * Dv + x]);
-        for (int x = 0; x < Dv; x++) out[x] = out[x] / total;
+            for (int x = 0; x < D; x++) out[x] += factor(p[i]) * factor(v[size_t(keys[i]) * D + x]);
+        for (int x = 0; x < D; x++) out[x] = out[x] / total;
         using std::log;
         lse = log(total) + real(largest);
     }
@@ -476,20 +471,20 @@ struct Cpu : HostRuntime, HostOptimiser<real_> {
         return sum;
     }
 
-    // out [B*queries, H*Dv] = sum over branches of gate * branch output; paper eq. 5. Full attention has one branch,
-    // and its gate is 1. o [branches, B, H, queries, Dv], gate [branches, B, H, queries]
+    // out [B*queries, H*D] = sum over branches of gate * branch output; paper eq. 5. Full attention has one branch,
+    // and its gate is 1. o [branches, B, H, queries, D], gate [branches, B, H, queries]
     void combine_forward(real* out, const real* o, const Stat* gate, const NsaShape& s) {
-        const size_t rows = s.query_rows(), Dv = size_t(s.Dv());
+        const size_t rows = s.query_rows(), D = size_t(s.D);
 #pragma omp parallel for collapse(2) schedule(static)
         for (int head = 0; head < s.B * s.H; head++)
             for (int t = s.first; t < s.first + s.queries; t++) {
                 const size_t row = s.query_row(head, t);
-                real* const sum = out + s.output_row(head, t) * Dv;
-                std::fill_n(sum, Dv, real(0));
+                real* const sum = out + s.output_row(head, t) * D;
+                std::fill_n(sum, D, real(0));
                 for (int i = 0; i < s.branches(); i++) {
                     const real g = s.full ? real(1) : gate[i * rows + row];
 #pragma omp simd
-                    for (size_t x = 0; x < Dv; x++) sum[x] += g * o[(i * rows + row) * Dv + x];
+                    for (size_t x = 0; x < D; x++) sum[x] += g * o[(i * rows + row) * D + x];
                 }
             }
     }
@@ -503,12 +498,12 @@ struct Cpu : HostRuntime, HostOptimiser<real_> {
             for (int t = s.first; t < s.first + s.queries; t++)
                 for (int i = 0; i < s.branches(); i++) {
                     const size_t row = i * s.query_rows() + s.query_row(head, t);
-                    const size_t Dv = size_t(s.Dv());
-                    const real *d = dout + s.output_row(head, t) * Dv, *from = o + row * Dv,
+                    const size_t D = size_t(s.D);
+                    const real *d = dout + s.output_row(head, t) * D, *from = o + row * D,
                                g = s.full ? real(1) : gate[row];
                     real r = 0;
 #pragma omp simd reduction(+ : r)
-                    for (size_t x = 0; x < Dv; x++) r += d[x] * from[x];
+                    for (size_t x = 0; x < D; x++) r += d[x] * from[x];
                     row_dot[row] = r;
                     lse_gated[row] = lse[row] - std::log(g);
                     if (!s.full) dgate_logit[row] = r * g * (1 - g);
@@ -522,30 +517,30 @@ struct Cpu : HostRuntime, HostOptimiser<real_> {
                             const NsaShape& s) {
         const ProfileRange range(ATTENTION_NAMES[branch]);
         if constexpr (in_tiles) return tiles.attention_backward(gemm.bf16, branch, d, in, s);
-        const size_t D = size_t(s.D), Dv = size_t(s.Dv()), h = size_t(s.heads_per_group());
+        const size_t D = size_t(s.D), h = size_t(s.heads_per_group());
         const real scale = real(s.scale());
 #pragma omp parallel for schedule(static)
         for (size_t group = 0; group < size_t(s.B) * s.G; group++) {
             const size_t keys_at = group * s.key_stride(branch);
             std::fill_n(d.dk + keys_at * D, s.key_count(branch) * D, real(0));
-            std::fill_n(d.dv + keys_at * Dv, s.key_count(branch) * Dv, real(0));
+            std::fill_n(d.dv + keys_at * D, s.key_count(branch) * D, real(0));
             for (int t = s.first; t < s.first + s.queries; t++) {
                 const std::vector<int> keys = visible_keys(branch, t, s.selection_mask(in.selection, group, t), s);
                 for (size_t head = group * h; head < (group + 1) * h; head++) {
                     const size_t row = s.query_row(head, t);
-                    const real *qr = in.q + row * D, *dO = d.dout + s.output_row(head, t) * Dv;
+                    const real *qr = in.q + row * D, *dO = d.dout + s.output_row(head, t) * D;
                     if (!d.add) std::fill_n(d.dq + row * D, D, real(0));
                     for (int key : keys) {
-                        const size_t at = (keys_at + key) * D, v_at = (keys_at + key) * Dv;
+                        const size_t at = (keys_at + key) * D;
                         const real P = exponential(score(qr, in.k + at, s) - d.lse_gated[row]);  // P', which is g P
                         real dP = 0;
-                        for (size_t x = 0; x < Dv; x++) dP += factor(dO[x]) * factor(in.v[v_at + x]);
+                        for (size_t x = 0; x < D; x++) dP += factor(dO[x]) * factor(in.v[at + x]);
                         const real dS = P * (dP - d.row_dot[row]);
                         for (size_t x = 0; x < D; x++) {
                             d.dq[row * D + x] += factor(dS) * factor(in.k[at + x]) * scale;
                             d.dk[at + x] += factor(dS) * factor(qr[x] * scale);
+                            d.dv[at + x] += factor(P) * factor(dO[x]);
                         }
-                        for (size_t x = 0; x < Dv; x++) d.dv[v_at + x] += factor(P) * factor(dO[x]);
                     }
                 }
             }

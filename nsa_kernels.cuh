@@ -482,7 +482,7 @@ __device__ inline void load_row(float* shared, const cuda_real* row, float scale
 // ---------------------------------------------------------------------------------------------------------------------
 // Forward and backward.
 
-// out [.., Dv] = softmax(q k^T / sqrt(D)) v and its LSE, one warp per query row, 32 keys at a time. Softmax wants the
+// out [.., D] = softmax(q k^T / sqrt(D)) v and its LSE, one warp per query row, 32 keys at a time. Softmax wants the
 // largest score first, and that is not known before the last key. So weights are taken relative to the largest score so
 // far, m, and when a larger one comes, all sums so far are multiplied by e^(old m - new m), as if they had been taken
 // relative to the new one (Milakov & Gimelshein 2018).
@@ -491,20 +491,19 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
                    const cuda_real* v, const uint32_t* selection, NsaShape s, float scale, size_t rows) {
     DynamicShared shared;
     const int D = s.D;
-    const int Dv = s.Dv();
     const int warp = threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
-    const int room = D + Dv + 32;
+    const int room = 2 * D + 32;
     float* query = shared.take<float>(WARPS * room) + warp * room;
     float* sums = query + D;
-    float* weights = sums + Dv;
+    float* weights = sums + D;
     const size_t row = size_t(blockIdx.x) * WARPS + warp;
     if (row >= rows) return;  // a whole warp; there is no barrier below
     const Query at(row, selection, s);
     k += at.group * s.key_stride(branch) * D;
-    v += at.group * s.key_stride(branch) * Dv;
+    v += at.group * s.key_stride(branch) * D;
     load_row(query, q + row * D, scale, D);
-    for (int x = lane; x < Dv; x += 32) sums[x] = 0;  // a column belongs to one lane from here to the end
+    for (int x = lane; x < D; x += 32) sums[x] = 0;  // a column belongs to one lane from here to the end
     __syncwarp();
     float largest = -INFINITY, total = 0;  // total: of the keys of this lane
     for (int range = 0; range < range_count(branch, at.t, s); range++) {
@@ -520,9 +519,9 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
             total = total * rescale + weight;
             weights[lane] = weight;
             __syncwarp();
-            for (int x = lane; x < Dv; x += 32) {
+            for (int x = lane; x < D; x += 32) {
                 float sum = sums[x] * rescale;
-                for (int i = 0; i < count; i++) sum += weights[i] * float(v[size_t(key0 + i) * Dv + x]);
+                for (int i = 0; i < count; i++) sum += weights[i] * float(v[size_t(key0 + i) * D + x]);
                 sums[x] = sum;
             }
             __syncwarp();  // the weights have been read; the next 32 may be written
@@ -530,7 +529,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
     }
     total = lane_sum(total);
     const float inverse = total > 0 ? 1 / total : 0;  // no key: out 0, LSE +infinity
-    for (int x = lane; x < Dv; x += 32) out[row * Dv + x] = cuda_real(sums[x] * inverse);
+    for (int x = lane; x < D; x += 32) out[row * D + x] = cuda_real(sums[x] * inverse);
     if (lane == 0) lse[row] = total > 0 ? largest + logf(total) : INFINITY;
 }
 
@@ -541,21 +540,20 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
               size_t rows) {
     DynamicShared shared;
     const int D = s.D;
-    const int Dv = s.Dv();
     const int warp = threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
-    const int room = 2 * D + Dv + 32;
+    const int room = 3 * D + 32;
     float* query = shared.take<float>(WARPS * room) + warp * room;
     float* gradient = query + D;
-    float* sums = gradient + Dv;
+    float* sums = gradient + D;
     float* weights = sums + D;
     const size_t row = size_t(blockIdx.x) * WARPS + warp;
     if (row >= rows) return;
     const Query at(row, in.selection, s);
     in.k += at.group * s.key_stride(branch) * D;
-    in.v += at.group * s.key_stride(branch) * Dv;
+    in.v += at.group * s.key_stride(branch) * D;
     load_row(query, in.q + row * D, scale, D);
-    load_row(gradient, d.dout + at.dout * Dv, 1, Dv);
+    load_row(gradient, d.dout + at.dout * D, 1, D);
     for (int x = lane; x < D; x += 32) sums[x] = 0;
     __syncwarp();
     const float shift = d.lse_gated[row], r = d.row_dot[row];
@@ -565,7 +563,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
             const int key = key0 + lane, count = min(32, keys.end - key0);
             if (lane < count) {
                 const float p = expf(dot(query, in.k + size_t(key) * D, D) - shift);
-                weights[lane] = p * (dot(gradient, in.v + size_t(key) * Dv, Dv) - r);  // dS
+                weights[lane] = p * (dot(gradient, in.v + size_t(key) * D, D) - r);  // dS
             }
             __syncwarp();
             for (int x = lane; x < D; x += 32) {
@@ -586,16 +584,15 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
                 size_t rows) {
     DynamicShared shared;
     const int D = s.D;
-    const int Dv = s.Dv();
     const int warp = threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
     const int h = s.H / s.G;
-    const int room = 2 * (D + Dv) + 64;
+    const int room = 4 * D + 64;
     float* key_row = shared.take<float>(WARPS * room) + warp * room;
     float* value_row = key_row + D;
-    float* dk_sums = value_row + Dv;
+    float* dk_sums = value_row + D;
     float* dv_sums = dk_sums + D;
-    float* p_weights = dv_sums + Dv;
+    float* p_weights = dv_sums + D;
     float* ds_weights = p_weights + 32;
     const size_t row = size_t(blockIdx.x) * WARPS + warp;
     if (row >= rows) return;
@@ -607,8 +604,8 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
     const size_t g = bg % s.G;
     const KeyRange queries = query_range(branch, key, s);
     load_row(key_row, in.k + row * D, scale, D);
-    load_row(value_row, in.v + row * Dv, 1, Dv);
-    for (int x = lane; x < D + Dv; x += 32) dk_sums[x] = 0;  // and dv_sums
+    load_row(value_row, in.v + row * D, 1, D);
+    for (int x = lane; x < 2 * D; x += 32) dk_sums[x] = 0;  // and dv_sums
     __syncwarp();
     for (int i = 0; i < h; i++) {
         const size_t head = g * h + i, first_row = (b * s.H + head) * s.T;  // of q, row_dot and lse_gated
@@ -622,24 +619,26 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
                 const float p = expf(dot(key_row, in.q + (first_row + t) * D, D) - d.lse_gated[first_row + t]);
                 p_weights[lane] = p;
                 ds_weights[lane] =
-                    p * (dot(value_row, d.dout + ((b * s.T + t) * s.H + head) * Dv, Dv) - d.row_dot[first_row + t]);
+                    p * (dot(value_row, d.dout + ((b * s.T + t) * s.H + head) * D, D) - d.row_dot[first_row + t]);
             }
             __syncwarp();
-            for (int x = lane; x < max(D, Dv); x += 32) {
-                float dk_sum = x < D ? dk_sums[x] : 0, dv_sum = x < Dv ? dv_sums[x] : 0;
+            for (int x = lane; x < D; x += 32) {
+                float dk_sum = dk_sums[x], dv_sum = dv_sums[x];
                 for (unsigned rest = seen_by; rest; rest &= rest - 1) {
                     const int j = __ffs(int(rest)) - 1;
-                    if (x < D) dk_sum += ds_weights[j] * float(in.q[(first_row + t0 + j) * D + x]);
-                    if (x < Dv) dv_sum += p_weights[j] * float(d.dout[((b * s.T + t0 + j) * s.H + head) * Dv + x]);
+                    dk_sum += ds_weights[j] * float(in.q[(first_row + t0 + j) * D + x]);
+                    dv_sum += p_weights[j] * float(d.dout[((b * s.T + t0 + j) * s.H + head) * D + x]);
                 }
-                if (x < D) dk_sums[x] = dk_sum;
-                if (x < Dv) dv_sums[x] = dv_sum;
+                dk_sums[x] = dk_sum;
+                dv_sums[x] = dv_sum;
             }
             __syncwarp();
         }
     }
-    for (int x = lane; x < D; x += 32) d.dk[row * D + x] = cuda_real(dk_sums[x] * scale);
-    for (int x = lane; x < Dv; x += 32) d.dv[row * Dv + x] = cuda_real(dv_sums[x]);
+    for (int x = lane; x < D; x += 32) {
+        d.dk[row * D + x] = cuda_real(dk_sums[x] * scale);
+        d.dv[row * D + x] = cuda_real(dv_sums[x]);
+    }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -780,19 +779,19 @@ __global__ void __launch_bounds__(kernels::SUM_THREADS)
 inline void attention_forward(Branch branch, cuda_real* out, float* lse, const cuda_real* q, const cuda_real* k,
                               const cuda_real* v, const uint32_t* selection, const NsaShape& s, cudaStream_t stream) {
     const size_t rows = s.query_rows();
-    launch<forward_kernel>(blocks_for(rows, WARPS), WARPS * 32, WARPS * (s.D + s.Dv() + 32) * sizeof(float), stream,
-                           branch, out, lse, q, k, v, selection, s, float(s.scale()), rows);
+    launch<forward_kernel>(blocks_for(rows, WARPS), WARPS * 32, WARPS * (2 * s.D + 32) * sizeof(float), stream, branch,
+                           out, lse, q, k, v, selection, s, float(s.scale()), rows);
 }
 // Training shapes (first = 0, queries = T).
 inline void attention_backward(Branch branch, const BackwardArrays<cuda_real, float>& d,
                                const InputArrays<cuda_real>& in, const NsaShape& s, cudaStream_t stream) {
     const size_t rows = s.query_rows(), keys = branch == CMP ? s.cmp_rows() : s.key_rows();
     const float scale = float(s.scale());
-    launch<dq_kernel>(blocks_for(rows, WARPS), WARPS * 32, WARPS * (2 * s.D + s.Dv() + 32) * sizeof(float), stream,
-                      branch, d, in, s, scale, rows);
+    launch<dq_kernel>(blocks_for(rows, WARPS), WARPS * 32, WARPS * (3 * s.D + 32) * sizeof(float), stream, branch, d,
+                      in, s, scale, rows);
     if (keys == 0) return;
-    launch<dkdv_kernel>(blocks_for(keys, WARPS), WARPS * 32, WARPS * (2 * (s.D + s.Dv()) + 64) * sizeof(float), stream,
-                        branch, d, in, s, scale, keys);
+    launch<dkdv_kernel>(blocks_for(keys, WARPS), WARPS * 32, WARPS * (4 * s.D + 64) * sizeof(float), stream, branch, d,
+                        in, s, scale, keys);
 }
 inline void select_blocks(uint32_t* selection, float* chosen_importance, const cuda_real* q, const cuda_real* kc,
                           const float* lse, const NsaShape& s, cudaStream_t stream) {
@@ -835,14 +834,13 @@ struct Rope {
 // the gates follow.
 struct HeadPlace {
     bool query, rotated, normed;
-    int slot;           // HeadSlot of a key or value
-    size_t row;         // of q, or of the slot's buffer
-    int width, column;  // its elements, and where they begin in the token's row
+    int slot;    // HeadSlot of a key or value
+    size_t row;  // of q, or of the slot's buffer
+    int column;  // where it begins in the token's row
     __device__ HeadPlace(int unit, size_t b, int j, const NsaShape& s) {
         query = unit < s.H;
         slot = query ? 0 : (unit - s.H) / s.G + s.first_slot();
-        width = query ? s.D : s.slot_dim(slot);
-        column = query ? unit * s.D : s.slot_column(slot) + (unit - s.H) % s.G * width;
+        column = unit * s.D;
         rotated = query || slot == K_SLC || slot == K_WIN;
         normed = s.qk_norm && (query || !s.holds_values(slot));  // by kernels of their own
         row = query ? (b * s.H + unit) * s.queries + j : (b * s.G + (unit - s.H) % s.G) * s.T + s.first + j;
@@ -871,7 +869,7 @@ using HeadGradientPointers = HeadArrays<const float, const cuda_real, const floa
 template <int W>
 __global__ void __launch_bounds__(128)
     split_heads_forward_kernel(HeadPointers out, const cuda_real* projected, Rope rope, NsaShape s, int P, int units) {
-    const int pieces = max(s.D, s.Dv()) / 2 / W;
+    const int pieces = s.D / 2 / W, half = s.D / 2;
     const int j = blockIdx.x % s.queries;
     const int t = s.first + j;
     const size_t b = blockIdx.x / s.queries, rows = size_t(s.B) * s.H * s.queries;
@@ -879,13 +877,12 @@ __global__ void __launch_bounds__(128)
     for (int piece = threadIdx.x; piece < units * pieces; piece += blockDim.x) {
         const int unit = piece / pieces, i = piece % pieces * W;
         const HeadPlace place(unit, b, j, s);
-        const int half = place.width / 2;
-        if (place.normed || i >= half) continue;
+        if (place.normed) continue;
         float low[W], high[W];
         load(low, in + place.column + i);
         load(high, in + place.column + half + i);
         if (place.rotated) rope.rotate(low, high, t, i, s.D, +1);
-        cuda_real* to = (place.query ? out.q : out.kv(place.slot)) + place.row * place.width;
+        cuda_real* to = (place.query ? out.q : out.kv(place.slot)) + place.row * s.D;
         store(to + i, low);
         store(to + half + i, high);
     }
@@ -897,20 +894,19 @@ __global__ void __launch_bounds__(128)
 template <int W>
 __global__ void __launch_bounds__(128) split_heads_backward_kernel(cuda_real* dprojected, HeadGradientPointers d,
                                                                    Rope rope, NsaShape s, int P, int units) {
-    const int pieces = max(s.D, s.Dv()) / 2 / W, t = blockIdx.x % s.T, heads_end = s.slot_column(HEAD_SLOTS);
+    const int pieces = s.D / 2 / W, half = s.D / 2, t = blockIdx.x % s.T, heads_end = s.slot_column(HEAD_SLOTS);
     const size_t b = blockIdx.x / s.T, rows = size_t(s.B) * s.H * s.T;
     cuda_real* out = dprojected + size_t(blockIdx.x) * P;
     for (int piece = threadIdx.x; piece < units * pieces; piece += blockDim.x) {
         const int unit = piece / pieces, i = piece % pieces * W;
         const HeadPlace place(unit, b, t, s);
-        const int half = place.width / 2;
-        if (place.normed || i >= half) continue;
+        if (place.normed) continue;
         float low[W], high[W];
         if (place.query) {
             load(low, d.q + place.row * s.D + i);
             load(high, d.q + place.row * s.D + half + i);
         } else {
-            const cuda_real* from = d.kv(place.slot) + place.row * place.width;
+            const cuda_real* from = d.kv(place.slot) + place.row * s.D;
             load(low, from + i);
             load(high, from + half + i);
         }
@@ -1009,8 +1005,8 @@ __global__ void __launch_bounds__(NORMED_WARPS * 32, 8)
 // ---------------------------------------------------------------------------------------------------------------------
 // Compression. Scratch matrices are packed: row bg*count + i is block begin + i of (sequence, group) bg.
 //
-// Keys and values are computed together where their heads are equally wide: then (sequence, group) bg counts through
-// the keys and goes on through the values. Of phi's launches, which are short, there are half as many.
+// Keys and values are computed together: (sequence, group) bg counts through the keys and goes on through the values.
+// Of phi's launches, which are short, there are half as many.
 //
 // A block of l tokens is `parts` = l/d chunks of d tokens, each of which is part of as many blocks. So fc1 [F, l*D] is
 // read as [F*parts, d*D], and one product gives what each chunk adds in every place that it can have in a block: column
@@ -1132,20 +1128,20 @@ struct RowPlace {
     }
 };
 
-// out [B*queries, H*Dv] = sum over branches of gate * branch output; paper eq. 5
+// out [B*queries, H*D] = sum over branches of gate * branch output; paper eq. 5
 template <int W>
 __global__ void __launch_bounds__(256)
     combine_forward_kernel(cuda_real* out, const cuda_real* o, const float* gate, size_t rows, NsaShape s) {
     const size_t row = row_index();
     if (row >= rows) return;
     const RowPlace place(unsigned(row), s);
-    const int Dv = s.Dv();
-    cuda_real* to = out + place.by_token * Dv;
-    for (int x = threadIdx.x % ROW_LANES * W; x < Dv; x += ROW_LANES * W) {
+    const int D = s.D;
+    cuda_real* to = out + place.by_token * D;
+    for (int x = threadIdx.x % ROW_LANES * W; x < D; x += ROW_LANES * W) {
         float sum[W] = {}, term[W];
         for (int i = 0; i < s.branches(); i++) {
             const float g = s.full ? 1 : gate[i * rows + row];
-            load(term, o + (i * rows + row) * Dv + x);
+            load(term, o + (i * rows + row) * D + x);
             for (int k = 0; k < W; k++) sum[k] += g * term[k];
         }
         store(to + x, sum);
@@ -1157,14 +1153,14 @@ __global__ void __launch_bounds__(256)
     attention_backward_rows_kernel(float* row_dot, float* lse_gated, float* dgate_logit, const cuda_real* dout,
                                    const cuda_real* o, const float* gate, const float* lse, size_t rows, NsaShape s) {
     const size_t index = row_index(), row = index < rows ? index : rows - 1;  // every lane takes part in the sums
-    const int Dv = s.Dv();
-    const cuda_real* d = dout + RowPlace(unsigned(row), s).by_token * Dv;
+    const int D = s.D;
+    const cuda_real* d = dout + RowPlace(unsigned(row), s).by_token * D;
     for (int i = 0; i < s.branches(); i++) {
         const size_t at = i * rows + row;
         float dot = 0, a[W], c[W];
-        for (int x = threadIdx.x % ROW_LANES * W; x < Dv; x += ROW_LANES * W) {
+        for (int x = threadIdx.x % ROW_LANES * W; x < D; x += ROW_LANES * W) {
             load(a, d + x);
-            load(c, o + at * Dv + x);
+            load(c, o + at * D + x);
             for (int k = 0; k < W; k++) dot += a[k] * c[k];
         }
         dot = lane_sum<ROW_LANES>(dot);
@@ -2146,12 +2142,12 @@ struct Cuda : CudaOptimiser {
     // ----- heads.
     struct Heads {
         real* q;               // [B, H, queries, D], rotated
-        real* kv[HEAD_SLOTS];  // [B, G, T, D or Dv]; k_slc and k_win rotated, k_cmp not (its compressed blocks are)
+        real* kv[HEAD_SLOTS];  // [B, G, T, D]; k_slc and k_win rotated, k_cmp not (its compressed blocks are)
         Stat* gate;            // [3, B, H, queries], after the sigmoid
     };
     struct HeadGradients {
         Stat* q;               // [B, H, T, D]
-        real* kv[HEAD_SLOTS];  // [B, G, T, D or Dv]
+        real* kv[HEAD_SLOTS];  // [B, G, T, D]
         Stat* gate;            // [3, B, H, T], of the logit
     };
     // heads = projected, split, rotated and gated
@@ -2190,114 +2186,92 @@ struct Cuda : CudaOptimiser {
     // ----- compression, paper eq. 7, with phi(X_i) = mean over the l rows + fc2 silu(fc1 X_i + bias).
     using Phis = PhisOf<real>;
     using PhiGradients = PhisOf<Grad>;
-    // Keys, values, or both.
-    struct HeadsToCompress {
-        const real* k;  // [B, G, T, D]
-        size_t next;    // elements from the keys to the values
-        Phis phi;
-        int sets;      // 2: keys and values
-        bool rotated;  // the first set is keys
-    };
-    void compress_heads(real* out, real* hidden, const HeadsToCompress& in, const NsaShape& s) {
+    static constexpr int SETS = 2;  // of heads: keys and values
+    // out = the compressed keys [B, G, NC, D], rotated by the angles at position i*d, and values, the same; hidden [2,
+    // B, G, NC, F] before the SiLU. Computes the blocks that end inside this call's positions.
+    void compress_forward(real* out, real* hidden, const real* k, const real* v, const Phis& phi, const NsaShape& s) {
+        const ProfileRange range("compression");
         const int D = s.D, F = s.F, begin = s.cmp_blocks(s.first), count = s.cmp_blocks(s.first + s.queries) - begin,
-                  NC = s.cmp_capacity(), groups = s.B * s.G, rows = groups * count, sets = in.sets;
+                  NC = s.cmp_capacity(), groups = s.B * s.G, rows = groups * count;
         if (count <= 0) return;
-        const kernels::Rope rope = in.rotated ? prepare_rope(s) : kernels::Rope{};
+        const kernels::Rope rope = prepare_rope(s);
+        const size_t to_v = size_t(v - k);
         const int parts = s.l / s.d, chunks = count + parts - 1, width = s.d * D;
         const size_t columns = size_t(F) * parts, size = size_t(groups) * chunks * columns;
-        float *of_chunks = scratch<float>(0, sets * size), *out_sum = scratch<float>(1, size_t(sets) * rows * D);
-        real* activated = scratch<real>(2, size_t(sets) * rows * F);
+        float *of_chunks = scratch<float>(0, SETS * size), *out_sum = scratch<float>(1, size_t(SETS) * rows * D);
+        real* activated = scratch<real>(2, size_t(SETS) * rows * F);
         // the products of fc1 with the chunks: one where the chunks of all sequences and groups follow each other
         const bool packed = chunks * s.d == s.T;
-        for (int set = 0; set < (packed ? 1 : sets); set++)
-            gemm_nt({packed ? groups * chunks : chunks, int(columns), width},
-                    in.k + set * in.next + size_t(begin) * width, size_t(width), in.phi.k.fc1 + set * in.phi.to_v_fc1(),
-                    size_t(width), nullptr, of_chunks + set * size, columns,
-                    packed ? Batch{sets, in.next, in.phi.to_v_fc1(), size}
+        for (int set = 0; set < (packed ? 1 : SETS); set++)
+            gemm_nt({packed ? groups * chunks : chunks, int(columns), width}, k + set * to_v + size_t(begin) * width,
+                    size_t(width), phi.k.fc1 + set * phi.to_v_fc1(), size_t(width), nullptr, of_chunks + set * size,
+                    columns,
+                    packed ? Batch{SETS, to_v, phi.to_v_fc1(), size}
                            : Batch{groups, size_t(s.T) * D, 0, size_t(chunks) * columns});
         launch<kernels::compress_activate_kernel>(
-            blocks_for(size_t(sets) * rows * F, 256), 256, 0, stream, hidden, activated, (const float*)of_chunks,
-            (const real*)in.phi.k.bias, in.phi.to_v_bias(), size_t(groups), sets * rows, count, begin, NC, F, parts);
-        gemm_nt({rows, D, F}, activated, size_t(F), in.phi.k.fc2, size_t(F), nullptr, out_sum, size_t(D),
-                {sets, size_t(rows) * F, in.phi.to_v_fc2(), size_t(rows) * D});
-        launch<kernels::compress_output_kernel>(blocks_for(size_t(sets) * rows * D / 2, 128), 128, 0, stream, out,
-                                                (const float*)out_sum, in.k, in.next, rope, in.rotated ? rows : 0,
-                                                sets * rows, count, begin, NC, s);
+            blocks_for(size_t(SETS) * rows * F, 256), 256, 0, stream, hidden, activated, (const float*)of_chunks,
+            (const real*)phi.k.bias, phi.to_v_bias(), size_t(groups), SETS * rows, count, begin, NC, F, parts);
+        gemm_nt({rows, D, F}, activated, size_t(F), phi.k.fc2, size_t(F), nullptr, out_sum, size_t(D),
+                {SETS, size_t(rows) * F, phi.to_v_fc2(), size_t(rows) * D});
+        launch<kernels::compress_output_kernel>(blocks_for(size_t(SETS) * rows * D / 2, 128), 128, 0, stream, out,
+                                                (const float*)out_sum, k, to_v, rope, rows, SETS * rows, count, begin,
+                                                NC, s);
     }
-    void compress_heads_backward(real* dk, size_t next_dk, const PhiGradients& dphi, real* dout, const real* hidden,
-                                 const HeadsToCompress& in, const NsaShape& s) {
-        const int D = s.D, F = s.F, NC = s.cmp_capacity(), groups = s.B * s.G, rows = groups * NC, sets = in.sets;
+    // dk and dv =, dphi +=, from dout (whose keys are rotated back in place). Training shapes.
+    void compress_backward(real* dk, real* dv, const PhiGradients& dphi, real* dout, const real* hidden, const real* k,
+                           const real* v, const Phis& phi, const NsaShape& s) {
+        const ProfileRange range("compression");
+        const int D = s.D, F = s.F, NC = s.cmp_capacity(), groups = s.B * s.G, rows = groups * NC;
         const size_t tokens = s.key_rows() * D;  // of a set
-        for (int set = 0; NC == 0 && set < sets; set++) zero(dk + set * next_dk, tokens);
-        if (NC == 0) return;
-        const kernels::Rope rope = in.rotated ? prepare_rope(s) : kernels::Rope{};
+        if (NC == 0) {
+            zero(dk, tokens);
+            return zero(dv, tokens);
+        }
+        const kernels::Rope rope = prepare_rope(s);
+        const size_t to_v = size_t(v - k);
         const int parts = s.l / s.d, chunks = s.T / s.d, width = s.d * D, columns = F * parts,
                   chunk_rows = groups * chunks;
         const size_t size = size_t(rows) * F, of_chunks = size_t(chunk_rows) * columns;
-        real *activated = scratch<real>(0, sets * size), *dchunks = scratch<real>(1, sets * of_chunks);
-        float* sums = scratch<float>(2, sets * std::max(size, tokens));  // dactivated, then the tokens' gradient
-        if (in.rotated)
-            launch<kernels::compress_rotate_back_kernel>(blocks_for(size_t(rows) * D / 2, 256), 256, 0, stream, dout,
-                                                         rope, rows, NC, s.d, D);
+        real *activated = scratch<real>(0, SETS * size), *dchunks = scratch<real>(1, SETS * of_chunks);
+        float* sums = scratch<float>(2, SETS * std::max(size, tokens));  // dactivated, then the tokens' gradient
+        launch<kernels::compress_rotate_back_kernel>(blocks_for(size_t(rows) * D / 2, 256), 256, 0, stream, dout, rope,
+                                                     rows, NC, s.d, D);
         // dactivated = dout fc2
-        gemm_nn({rows, F, D}, dout, size_t(D), in.phi.k.fc2, size_t(F), nullptr, sums, size_t(F),
-                {sets, size_t(rows) * D, in.phi.to_v_fc2(), size});
-        launch<kernels::compress_dchunks_kernel>(blocks_for(sets * size_t(chunk_rows) * F, 256), 256, 0, stream,
-                                                 dchunks, activated, (const float*)sums, hidden, sets * chunk_rows,
+        gemm_nn({rows, F, D}, dout, size_t(D), phi.k.fc2, size_t(F), nullptr, sums, size_t(F),
+                {SETS, size_t(rows) * D, phi.to_v_fc2(), size});
+        launch<kernels::compress_dchunks_kernel>(blocks_for(SETS * size_t(chunk_rows) * F, 256), 256, 0, stream,
+                                                 dchunks, activated, (const float*)sums, hidden, SETS * chunk_rows,
                                                  chunks, NC, F, parts);
         // dfc2 += dout^T activated
         gemm_tn({D, F, rows}, dout, size_t(D), activated, size_t(F), dphi.k.fc2, dphi.k.fc2, size_t(F),
-                {sets, size_t(rows) * D, size, dphi.to_v_fc2()});
-        for (int set = 0; set < sets; set++)
+                {SETS, size_t(rows) * D, size, dphi.to_v_fc2()});
+        for (int set = 0; set < SETS; set++)
             add_column_sums<1>(dphi.k.bias + set * dphi.to_v_bias(),
                                kernels::FirstPartOf{dchunks + set * of_chunks, parts}, chunk_rows, F);
         // dfc1 += dchunks^T chunks; the tokens' gradient = dchunks fc1. One product each where the chunks of all
         // sequences and groups follow each other; otherwise the last tokens of a sequence are in no chunk.
         const bool packed = s.T % s.d == 0;
         const size_t sequence = size_t(s.T) * D, of_sequence = size_t(chunks) * columns;
-        if (!packed) zero(sums, sets * tokens);
-        for (int set = 0; set < (packed ? 1 : sets); set++) {
-            const real *from = dchunks + set * of_chunks, *k = in.k + set * in.next;
+        if (!packed) zero(sums, SETS * tokens);
+        for (int set = 0; set < (packed ? 1 : SETS); set++) {
+            const real *from = dchunks + set * of_chunks, *heads = k + set * to_v;
             Grad* const dfc1 = dphi.k.fc1 + set * dphi.to_v_fc1();
             for (int bg = 0; bg < (packed ? 1 : groups); bg++)
                 gemm_tn({columns, width, packed ? chunk_rows : chunks}, from + bg * of_sequence, size_t(columns),
-                        k + bg * sequence, size_t(width), dfc1, dfc1, size_t(width),
-                        {packed ? sets : 1, of_chunks, in.next, dphi.to_v_fc1()});
-            gemm_nn(
-                {packed ? chunk_rows : chunks, width, columns}, from, size_t(columns),
-                in.phi.k.fc1 + set * in.phi.to_v_fc1(), size_t(width), nullptr, sums + set * tokens, size_t(width),
-                packed ? Batch{sets, of_chunks, in.phi.to_v_fc1(), tokens} : Batch{groups, of_sequence, 0, sequence});
+                        heads + bg * sequence, size_t(width), dfc1, dfc1, size_t(width),
+                        {packed ? SETS : 1, of_chunks, to_v, dphi.to_v_fc1()});
+            gemm_nn({packed ? chunk_rows : chunks, width, columns}, from, size_t(columns),
+                    phi.k.fc1 + set * phi.to_v_fc1(), size_t(width), nullptr, sums + set * tokens, size_t(width),
+                    packed ? Batch{SETS, of_chunks, phi.to_v_fc1(), tokens} : Batch{groups, of_sequence, 0, sequence});
         }
         check_aligned(reinterpret_cast<size_t>(dk), sizeof(real));
-        const size_t all_rows = sets * s.key_rows();
-        launch<kernels::compress_dk_kernel>(blocks_for(all_rows * kernels::ROW_LANES, 256), 256, 0, stream, dk, next_dk,
-                                            (const float*)sums, (const real*)dout, all_rows, NC, s);
-    }
-    // out = the compressed keys [B, G, NC, D], rotated by the angles at position i*d, and values [B, G, NC, Dv]; hidden
-    // [2, B, G, NC, F] before the SiLU. Computes the blocks that end inside this call's positions. Keys and values go
-    // together where their heads are as wide.
-    void compress_forward(real* out, real* hidden, const real* k, const real* v, const Phis& phi, const NsaShape& s) {
-        const ProfileRange range("compression");
-        const size_t rows = s.cmp_rows();
-        if (s.D == s.Dv()) return compress_heads(out, hidden, {k, size_t(v - k), phi, 2, true}, s);
-        compress_heads(out, hidden, {k, 0, {phi.k, phi.k}, 1, true}, s);
-        compress_heads(out + rows * s.D, hidden + rows * s.F, {v, 0, {phi.v, phi.v}, 1, false}, s.of_values());
-    }
-    // dk and dv =, dphi +=, from dout (whose keys are rotated back in place). Training shapes.
-    void compress_backward(real* dk, real* dv, const PhiGradients& dphi, real* dout, const real* hidden, const real* k,
-                           const real* v, const Phis& phi, const NsaShape& s) {
-        const ProfileRange range("compression");
-        const size_t rows = s.cmp_rows();
-        if (s.D == s.Dv())
-            return compress_heads_backward(dk, size_t(dv - dk), dphi, dout, hidden, {k, size_t(v - k), phi, 2, true},
-                                           s);
-        compress_heads_backward(dk, 0, {dphi.k, dphi.k}, dout, hidden, {k, 0, {phi.k, phi.k}, 1, true}, s);
-        compress_heads_backward(dv, 0, {dphi.v, dphi.v}, dout + rows * s.D, hidden + rows * s.F,
-                                {v, 0, {phi.v, phi.v}, 1, false}, s.of_values());
+        const size_t all_rows = SETS * s.key_rows();
+        launch<kernels::compress_dk_kernel>(blocks_for(all_rows * kernels::ROW_LANES, 256), 256, 0, stream, dk,
+                                            size_t(dv - dk), (const float*)sums, (const real*)dout, all_rows, NC, s);
     }
 
     // ----- attention, by the kernels on tensor cores or by the plain ones.
-    // out [B, H, queries, Dv] = softmax(q k^T / sqrt(D)) v over the branch's keys; lse [B, H, queries]
+    // out [B, H, queries, D] = softmax(q k^T / sqrt(D)) v over the branch's keys; lse [B, H, queries]
     void attention_forward(Branch branch, real* out, Stat* lse, const real* q, const real* k, const real* v,
                            const uint32_t* selection, const NsaShape& s) {
         const ProfileRange range(ATTENTION_NAMES[branch]);
@@ -2335,11 +2309,11 @@ struct Cuda : CudaOptimiser {
         attention_forward(CMP, out, lse, q, kc, vc, nullptr, s);
         if (selection) select_blocks(selection, chosen_importance, q, kc, lse, s);
     }
-    // out [B*queries, H*Dv] = sum over branches of gate * branch output.  o [3, B, H, queries, Dv], gate [3, B, H,
+    // out [B*queries, H*D] = sum over branches of gate * branch output.  o [3, B, H, queries, D], gate [3, B, H,
     // queries]; paper eq. 5
     void combine_forward(real* out, const real* o, const Stat* gate, const NsaShape& s) {
         const size_t rows = s.query_rows();
-        with_width(is_wide(s.Dv(), out, o), [&](auto W) {
+        with_width(is_wide(s.D, out, o), [&](auto W) {
             launch<kernels::combine_forward_kernel<W()>>(blocks_for(rows * kernels::ROW_LANES, 256), 256, 0, stream,
                                                          out, o, gate, rows, s);
         });
@@ -2348,7 +2322,7 @@ struct Cuda : CudaOptimiser {
     void attention_backward_rows(Stat* row_dot, Stat* lse_gated, Stat* dgate_logit, const real* dout, const real* o,
                                  const Stat* gate, const Stat* lse, const NsaShape& s) {
         const size_t rows = s.query_rows();
-        with_width(is_wide(s.Dv(), dout, o), [&](auto W) {
+        with_width(is_wide(s.D, dout, o), [&](auto W) {
             launch<kernels::attention_backward_rows_kernel<W()>>(blocks_for(rows * kernels::ROW_LANES, 256), 256, 0,
                                                                  stream, row_dot, lse_gated, dgate_logit, dout, o, gate,
                                                                  lse, rows, s);
@@ -2366,13 +2340,12 @@ struct Cuda : CudaOptimiser {
     // Refuses shapes that the attention kernels do not have.
     void check_shape(const NsaShape& s) const {
         const GpuCode gpu = gpu_code();
-        if (asked_kernel && !has_attention_kernel(*asked_kernel, FP32, gpu, s.D, s.Dv()))
+        if (asked_kernel && !has_attention_kernel(*asked_kernel, FP32, gpu, s.D))
             fail_usage(
-                "--attention-kernel %s is not for heads of dimension %d%s on a GPU of %d.%d that runs code for %s; "
+                "--attention-kernel %s is not for heads of dimension %d on a GPU of %d.%d that runs code for %s; "
                 "choose %s",
-                asked_kernel->name, s.D, s.Dv() == s.D ? "" : format_text(" with values of %d", s.Dv()).c_str(),
-                properties.major, properties.minor, code.c_str(),
-                joined_words(attention_kernel_names(FP32, gpu, s.D, s.Dv()), " or ").c_str());
+                asked_kernel->name, s.D, properties.major, properties.minor, code.c_str(),
+                joined_words(attention_kernel_names(FP32, gpu, s.D), " or ").c_str());
 #ifndef PRECISION_FP32
         if (!plain_attention) ::check_shape(s, attention_path());
 #endif
@@ -2422,7 +2395,7 @@ struct Cuda : CudaOptimiser {
     static int head_units(const NsaShape& s) { return s.H + s.head_slots() * s.G; }
     template <class H>
     static bool heads_are_wide(const real* projected, const H& h, const NsaShape& s) {
-        bool wide = is_wide(s.D / 2, projected, h.q) && is_wide(s.projected()) && is_wide(s.Dv() / 2);
+        bool wide = is_wide(s.D / 2, projected, h.q) && is_wide(s.projected());
         for (int slot = s.first_slot(); slot < HEAD_SLOTS; slot++) wide = wide && is_wide(s.D / 2, h.kv[slot]);
         return wide;
     }

@@ -63,11 +63,11 @@ using DeviceEngine = void;
     TENSOR(attn_norm,  "attn_norm.weight",       vector_of(C).with(INIT_ONE))                                          \
     TENSOR(q_proj,     "attn.q_proj.weight",     matrix_of(H * D, C))                                                  \
     TENSOR(k_cmp_proj, "attn.k_cmp_proj.weight", matrix_of(G * D, C).joined().of_nsa())                                \
-    TENSOR(v_cmp_proj, "attn.v_cmp_proj.weight", matrix_of(G * Dv, C).joined().of_nsa())                               \
+    TENSOR(v_cmp_proj, "attn.v_cmp_proj.weight", matrix_of(G * D, C).joined().of_nsa())                                \
     TENSOR(k_slc_proj, "attn.k_slc_proj.weight", matrix_of(G * D, C).joined().of_nsa())                                \
-    TENSOR(v_slc_proj, "attn.v_slc_proj.weight", matrix_of(G * Dv, C).joined().of_nsa())                               \
+    TENSOR(v_slc_proj, "attn.v_slc_proj.weight", matrix_of(G * D, C).joined().of_nsa())                                \
     TENSOR(k_win_proj, "attn.k_win_proj.weight", matrix_of(G * D, C).joined())                                         \
-    TENSOR(v_win_proj, "attn.v_win_proj.weight", matrix_of(G * Dv, C).joined())                                        \
+    TENSOR(v_win_proj, "attn.v_win_proj.weight", matrix_of(G * D, C).joined())                                         \
     TENSOR(gate_proj,  "attn.gate_proj.weight",                                                                        \
            matrix_of(BRANCHES * H, C).padded_to(gate_columns).joined().of_nsa().elementwise())                         \
     TENSOR(q_norm,     "attn.q_norm.weight",     vector_of(D).with(INIT_ONE).when(c.qk_norm))                          \
@@ -77,10 +77,10 @@ using DeviceEngine = void;
     TENSOR(phi_k_fc1,  "attn.phi_k.fc1.weight",  matrix_of(F, l * D).with(INIT_PHI).of_nsa())                          \
     TENSOR(phi_k_bias, "attn.phi_k.fc1.bias",    vector_of(F).with(INIT_ZERO).of_nsa())                                \
     TENSOR(phi_k_fc2,  "attn.phi_k.fc2.weight",  matrix_of(D, F).with(INIT_ZERO).of_nsa())                             \
-    TENSOR(phi_v_fc1,  "attn.phi_v.fc1.weight",  matrix_of(F, l * Dv).with(INIT_PHI).of_nsa())                         \
+    TENSOR(phi_v_fc1,  "attn.phi_v.fc1.weight",  matrix_of(F, l * D).with(INIT_PHI).of_nsa())                          \
     TENSOR(phi_v_bias, "attn.phi_v.fc1.bias",    vector_of(F).with(INIT_ZERO).of_nsa())                                \
-    TENSOR(phi_v_fc2,  "attn.phi_v.fc2.weight",  matrix_of(Dv, F).with(INIT_ZERO).of_nsa())                            \
-    TENSOR(o_proj,     "attn.o_proj.weight",     matrix_of(C, H * Dv).with(residual))                                  \
+    TENSOR(phi_v_fc2,  "attn.phi_v.fc2.weight",  matrix_of(D, F).with(INIT_ZERO).of_nsa())                             \
+    TENSOR(o_proj,     "attn.o_proj.weight",     matrix_of(C, H * D).with(residual))                                   \
     TENSOR(mlp_norm,   "mlp_norm.weight",        vector_of(C).with(INIT_ONE))                                          \
     TENSOR(mlp_fc1,    "mlp.fc1.weight",         matrix_of(M, C))                                                      \
     TENSOR(mlp_fc2,    "mlp.fc2.weight",         matrix_of(C, M).with(residual))
@@ -108,7 +108,7 @@ struct TensorTable : TensorList {
 
     explicit TensorTable(const ModelConfig& c) {
         const NsaShape s = shape_of(c, 1, 1);
-        const int64_t C = c.dim, H = s.H, G = s.G, D = s.D, Dv = s.Dv(), l = s.l, F = s.F, M = c.mlp_hidden,
+        const int64_t C = c.dim, H = s.H, G = s.G, D = s.D, l = s.l, F = s.F, M = c.mlp_hidden,
                       gate_columns = s.gate_columns();
         const bool untied = c.head == "untied";
         const Init residual = untied ? INIT_ZERO : INIT_RESIDUAL;  // an untied model begins as if it had no layers
@@ -286,8 +286,8 @@ struct Model {
 // projected is the input projection, and in the backward pass its gradient.
 // clang-format off
 #define LAYER_BUFFERS(BUFFER)                                                                                         \
-    BUFFER(real, kv,                count(kv_rows * (D + Dv)), kept(heads), "keys and values (3, B, G, T, D+Dv)")     \
-    BUFFER(real, compressed,        count(cmp_rows * (D + Dv)), kept(cached), "compressed (B, G, NC, D+Dv)")          \
+    BUFFER(real, kv,                count(kv_rows * 2 * D), kept(heads), "keys and values (3, B, G, T, 2*D)")         \
+    BUFFER(real, compressed,        count(cmp_rows * 2 * D), kept(cached), "compressed (B, G, NC, 2*D)")              \
     BUFFER(Stat, gate,              count(gates), kept(training), "gate (3, B, H, T)")                                \
     BUFFER(uint32_t, selection,     count(selections * words), kept(training), "selection (B, G, T, words)")          \
     BUFFER(Stat, chosen_importance, count(selections), kept(training), "chosen importance (B, G, T)")                 \
@@ -295,13 +295,13 @@ struct Model {
     BUFFER(real, q,                 count(N * s.H * D), kept(costly && heads), "q (B, H, T, D)")                      \
     BUFFER(real, projected,         count(N * s.projected()), kept(!heads && costly), "projected (N, P)")             \
     BUFFER(real, phi_hidden,        count(2 * cmp_rows * s.F), kept(costly), "phi_hidden (2, B, G, NC, F)")           \
-    BUFFER(real, o,                 count(branch_rows * Dv), kept(costly), "branch outputs (3, B, H, T, Dv)")         \
+    BUFFER(real, o,                 count(branch_rows * D), kept(costly), "branch outputs (3, B, H, T, D)")           \
     BUFFER(Stat, lse,               count(branch_rows), kept(costly), "lse (3, B, H, T)")                             \
     BUFFER(real, x_mid,             count(N * C), kept(costly), "x_mid (N, C)")                                       \
     BUFFER(Stat, mlp_rstd,          count(N), kept(costly), "mlp_rstd (N)")                                           \
     BUFFER(real, fc1,               count(N * M), kept(costly), "fc1 (N, M)")                                         \
     BUFFER(real, attn_normed,       count(N * C), kept(cheap), "attn_normed (N, C)")                                  \
-    BUFFER(real, attn,              count(N * s.H * Dv), kept(cheap), "attn (N, H*Dv)")                               \
+    BUFFER(real, attn,              count(N * s.H * D), kept(cheap), "attn (N, H*D)")                                 \
     BUFFER(real, mlp_normed,        count(N * C), kept(cheap), "mlp_normed (N, C)")                                   \
     BUFFER(real, act,               count(N * M), kept(cheap), "act (N, M)")
 
@@ -319,12 +319,12 @@ struct Model {
     BUFFER(real, logits,      count(size_t(logit_rows * Vp)), there(true), "logits (rows, Vp)")            \
     BUFFER(real, dx,          count(N * C), there(training), "dx (N, C)")                                  \
     BUFFER(real, dnormed,     count(N * C), there(training), "dnormed (N, C)")                             \
-    BUFFER(real, dattn,       count(N * s.H * Dv), there(training), "dattn (N, H*Dv)")                     \
+    BUFFER(real, dattn,       count(N * s.H * D), there(training), "dattn (N, H*D)")                       \
     BUFFER(real, dmlp,        count(N * M), there(training), "dmlp (N, M)")                                \
     BUFFER(Stat, dq,          count(N * s.H * D), there(training), "dq (B, H, T, D)")                      \
-    BUFFER(real, dkv,         count(kv_rows * (D + Dv)), there(training), "dkv (3, B, G, T, D+Dv)")        \
+    BUFFER(real, dkv,         count(kv_rows * 2 * D), there(training), "dkv (3, B, G, T, 2*D)")            \
     BUFFER(Stat, dgate,       count(gates), there(training), "dgate (3, B, H, T)")                         \
-    BUFFER(real, dcompressed, count(cmp_rows * (D + Dv)), there(training), "dcompressed (B, G, NC, D+Dv)") \
+    BUFFER(real, dcompressed, count(cmp_rows * 2 * D), there(training), "dcompressed (B, G, NC, 2*D)")     \
     BUFFER(Stat, row_dot,     count(branch_rows), there(training), "row_dot (3, B, H, T)")                 \
     BUFFER(Stat, lse_gated,   count(branch_rows), there(training), "lse_gated (3, B, H, T)")
 // clang-format on
@@ -394,7 +394,7 @@ struct Activations {
     static H with_slots(H h, real* kv, const NsaShape& s) {
         for (int i = s.first_slot(); i < HEAD_SLOTS; i++) {
             h.kv[i] = kv;
-            kv += s.key_rows() * size_t(s.slot_dim(i));
+            kv += s.key_rows() * size_t(s.D);
         }
         return h;
     }
@@ -411,7 +411,7 @@ struct Activations {
 
     // Those of a layer that are its own or, of the first one, that all use; without a layer, those of SHARED_BUFFERS.
     void place_buffers(const NsaShape& s, bool training, Layer* acts, bool own) {
-        const size_t N = size_t(s.B) * s.queries, D = size_t(s.D), Dv = size_t(s.Dv()), words = s.selection_words();
+        const size_t N = size_t(s.B) * s.queries, D = size_t(s.D), words = s.selection_words();
         const size_t kv_rows = s.branches() * s.key_rows(), cmp_rows = s.cmp_rows();
         const size_t branch_rows = s.branches() * N * s.H, gates = s.full ? 0 : branch_rows,
                      selections = s.full ? 0 : N * s.G;
@@ -444,7 +444,7 @@ void forward_layer(const Model<Dev>& model, Activations<Dev>& a, size_t i, const
     Dev& dev = model.dev;
     auto& acts = a.layer[i];
     const auto& w = model.w.layer[i];
-    const int N = s.B * s.queries, C = int(a.C), M = int(a.M), Dv = s.Dv();
+    const int N = s.B * s.queries, C = int(a.C), M = int(a.M), D = s.D;
     const size_t rows = s.query_rows(), kv = s.cmp_rows() * s.D;
     typename Dev::real* x_next = i + 1 < a.layer.size() ? a.layer[i + 1].x : a.x_out;
     const auto h = a.heads(acts, s);
@@ -457,13 +457,13 @@ void forward_layer(const Model<Dev>& model, Activations<Dev>& a, size_t i, const
         dev.attend_and_select(acts.o, acts.lse, again ? nullptr : acts.selection,
                               a.collect_statistics ? acts.chosen_importance : nullptr, acts.q, acts.compressed,
                               acts.compressed + kv, s);
-        dev.attention_forward(SLC, acts.o + SLC * rows * Dv, acts.lse + SLC * rows, acts.q, h.kv[K_SLC], h.kv[V_SLC],
+        dev.attention_forward(SLC, acts.o + SLC * rows * D, acts.lse + SLC * rows, acts.q, h.kv[K_SLC], h.kv[V_SLC],
                               acts.selection, s);
     }
     const size_t win = size_t(s.branch_slot(WIN)) * rows;
-    dev.attention_forward(WIN, acts.o + win * Dv, acts.lse + win, acts.q, h.kv[K_WIN], h.kv[V_WIN], nullptr, s);
+    dev.attention_forward(WIN, acts.o + win * D, acts.lse + win, acts.q, h.kv[K_WIN], h.kv[V_WIN], nullptr, s);
     dev.combine_forward(acts.attn, acts.o, acts.gate, s);
-    dev.matmul_forward(acts.x_mid, acts.attn, w.o_proj, acts.x, N, s.H * Dv, C);  // x += o_proj(attention)
+    dev.matmul_forward(acts.x_mid, acts.attn, w.o_proj, acts.x, N, s.H * D, C);  // x += o_proj(attention)
 
     dev.rmsnorm_forward(acts.mlp_normed, acts.mlp_rstd, acts.x_mid, w.mlp_norm, N, C);
     dev.matmul_forward(acts.fc1, acts.mlp_normed, w.mlp_fc1, nullptr, N, C, M);
@@ -609,7 +609,7 @@ void backward_layer(Model<Dev>& model, Activations<Dev>& a, size_t i) {
     auto& acts = a.layer[i];
     const auto& w = model.w.layer[i];
     const auto& dw = model.dw.layer[i];
-    const int N = s.B * s.T, C = int(a.C), M = int(a.M), HDv = s.H * s.Dv(), P = s.projected();
+    const int N = s.B * s.T, C = int(a.C), M = int(a.M), HD = s.H * s.D, P = s.projected();
 
     recompute_layer(model, a, i);
     // x_next = x_mid + fc2(act); along the residual stream, a.dx is the gradient of x_mid as well
@@ -624,8 +624,8 @@ void backward_layer(Model<Dev>& model, Activations<Dev>& a, size_t i) {
     dev.rmsnorm_backward(a.dx, dw.mlp_norm, a.dnormed, acts.x_mid, acts.mlp_rstd, w.mlp_norm, N, C);
 
     // x_mid = x + o_proj(attn)
-    dev.matmul_backward_weight(dw.o_proj, a.dx, acts.attn, N, HDv, C);
-    dev.matmul_backward_input(a.dattn, a.dx, w.o_proj, N, HDv, C);
+    dev.matmul_backward_weight(dw.o_proj, a.dx, acts.attn, N, HD, C);
+    dev.matmul_backward_input(a.dattn, a.dx, w.o_proj, N, HD, C);
     backward_branches(model, a, i);
     // heads = split(attn_normed [q; k; v; gate]^T)
     dev.split_heads_backward(acts.projected, dw.q_norm, a.head_gradients(s), w.q_norm, s);

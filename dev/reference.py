@@ -65,11 +65,6 @@ class Config:
     qk_norm: str     # "on": RMSNorm of the heads of q and of the keys, before RoPE; "off"
     smear: str       # "on": a part of the token before is added to each input; "off"
     head: str        # "tied" to the embedding, or "untied": a matrix of its own
-    v_head_dim: int = 0  # of the values; 0: head_dim
-
-    @property
-    def value_dim(self):
-        return self.v_head_dim or self.head_dim
 
     def kind(self, layer):
         """nsa, full or window."""
@@ -84,7 +79,7 @@ def read_config(text, path):
     """config.json's text -> Config. Keys that do not describe the model (seq_len, tokenizer) are not needed here."""
     try:
         # older ones do not name these
-        later = {"qk_norm": "off", "smear": "off", "head": "tied", "v_head_dim": 0}
+        later = {"qk_norm": "off", "smear": "off", "head": "tied"}
         values = later | json.loads(text)
         c = Config(**{field.name: field.type(values[field.name]) for field in dataclasses.fields(Config)})
     except (ValueError, TypeError, KeyError) as e:
@@ -94,10 +89,7 @@ def read_config(text, path):
         "qk_norm is on or off": c.qk_norm in ("on", "off"),
         "smear is on or off": c.smear in ("on", "off"),
         "head is tied or untied": c.head in ("tied", "untied"),
-        "sizes are positive": min(
-            v for name, v in dataclasses.asdict(c).items() if not isinstance(v, str) and name != "v_head_dim"
-        ) > 0,
-        "v_head_dim is even, or 0": c.v_head_dim >= 0 and c.v_head_dim % 2 == 0,
+        "sizes are positive": min(v for v in dataclasses.asdict(c).values() if not isinstance(v, str)) > 0,
         "reset_at_document, which has left, is 0": values.get("reset_at_document", 0) == 0,
         "heads is a multiple of kv_groups": c.heads % max(c.kv_groups, 1) == 0,
         "head_dim is even": c.head_dim % 2 == 0,
@@ -114,27 +106,27 @@ def read_config(text, path):
 
 def parameter_shapes(c):
     """{name: shape} of every parameter, in MODEL.md's order. Linear weights are [out, in]."""
-    C, D, Dv = c.dim, c.head_dim, c.value_dim
+    C, D = c.dim, c.head_dim
     shapes = {"embed_tokens.weight": (c.vocab_size, C)}
     if c.smear == "on":
         shapes |= {"smear.gate.weight": (C,), "smear.scale.weight": (C,)}
     for i in range(c.layers):
         layer = {"attn_norm.weight": (C,), "mlp_norm.weight": (C,), "attn.q_proj.weight": (c.heads * D, C)}
         for branch in ("cmp", "slc", "win") if c.kind(i) == "nsa" else ("win",):
-            layer |= {f"attn.{kind}_{branch}_proj.weight": (c.kv_groups * n, C) for kind, n in (("k", D), ("v", Dv))}
+            layer |= {f"attn.{kind}_{branch}_proj.weight": (c.kv_groups * D, C) for kind in "kv"}
         if c.qk_norm == "on":
             for kind in ("q", "k_cmp", "k_slc", "k_win") if c.kind(i) == "nsa" else ("q", "k_win"):
                 layer[f"attn.{kind}_norm.weight"] = (D,)
         if c.kind(i) == "nsa":
             layer["attn.gate_proj.weight"] = (3 * c.heads, C)
-            for phi, n in (("phi_k", D), ("phi_v", Dv)):
+            for phi in ("phi_k", "phi_v"):
                 layer |= {
-                    f"attn.{phi}.fc1.weight": (c.phi_hidden, c.cmp_block * n),
+                    f"attn.{phi}.fc1.weight": (c.phi_hidden, c.cmp_block * D),
                     f"attn.{phi}.fc1.bias": (c.phi_hidden,),
-                    f"attn.{phi}.fc2.weight": (n, c.phi_hidden),
+                    f"attn.{phi}.fc2.weight": (D, c.phi_hidden),
                 }
         layer |= {
-            "attn.o_proj.weight": (C, c.heads * Dv),
+            "attn.o_proj.weight": (C, c.heads * D),
             "mlp.fc1.weight": (c.mlp_hidden, C),
             "mlp.fc2.weight": (C, c.mlp_hidden),
         }
@@ -171,7 +163,7 @@ def rope(x, position, base):
 
 
 def attend(q, k, v, visible):
-    """Eq. (2). q [T, G, h, D], k [S, G, D], v [S, G, Dv], visible [T, G or 1, S] -> outputs [T, G, h, Dv], weights
+    """Eq. (2). q [T, G, h, D], k [S, G, D], v [S, G, D], visible [T, G or 1, S] -> outputs [T, G, h, D], weights
     [T, G, h, S].
     A query that sees no key gets weights 0 and output 0."""
     visible = visible.unsqueeze(2)
@@ -447,7 +439,7 @@ def rounding(operations, terms, precision):
 
 def longest_sum(c, B, T):
     """Terms of the longest sum: projections, MLP, compressor, attention rows, weight gradients over the batch."""
-    return max(c.dim, c.mlp_hidden, c.heads * c.head_dim, c.cmp_block * max(c.head_dim, c.value_dim), B * T)
+    return max(c.dim, c.mlp_hidden, c.heads * c.head_dim, c.cmp_block * c.head_dim, B * T)
 
 
 def default_rtol(c, B, T, precision):
@@ -752,7 +744,7 @@ def golden(state_path, golden_path):
 
 def naive_forward(c, weights, tokens):
     """weights: {name: nested lists} -> logits [T][V], selected[layer][t][g], a set of blocks."""
-    D, Dv, h, T, selected = c.head_dim, c.value_dim, c.heads // c.kv_groups, len(tokens), []
+    D, h, T, selected = c.head_dim, c.heads // c.kv_groups, len(tokens), []
 
     def dot(a, b):
         return sum(x * y for x, y in zip(a, b))
@@ -780,11 +772,11 @@ def naive_forward(c, weights, tokens):
 
     def softmax_mix(query, keys, values):
         if not keys:
-            return [0.0] * Dv, []
+            return [0.0] * D, []
         scores = [dot(query, key) / math.sqrt(D) for key in keys]
         weight = [math.exp(s - max(scores)) for s in scores]
         p = [x / sum(weight) for x in weight]
-        return [sum(a * v[e] for a, v in zip(p, values)) for e in range(Dv)], p
+        return [sum(a * v[e] for a, v in zip(p, values)) for e in range(D)], p
 
     def phi(prefix, rows):
         flat = [value for row in rows for value in row]
@@ -804,8 +796,7 @@ def naive_forward(c, weights, tokens):
         def projected(name):
             """[t][head or group]"""
             flat = [linear(at + name + "_proj.weight", row) for row in y]
-            n = Dv if name[0] == "v" else D
-            heads = [[row[start:start + n] for start in range(0, len(row), n)] for row in flat]
+            heads = [[row[start:start + D] for start in range(0, len(row), D)] for row in flat]
             if c.qk_norm == "off" or name[0] == "v":
                 return heads
             return [[norm(at + name + "_norm.weight", head) for head in row] for row in heads]
@@ -863,7 +854,7 @@ def naive_forward(c, weights, tokens):
                     )
                     head = g * h + a
                     mixed[t][head] = [
-                        sum(branches[k][e] / (1 + math.exp(-z[t][3 * head + k])) for k in range(3)) for e in range(Dv)
+                        sum(branches[k][e] / (1 + math.exp(-z[t][3 * head + k])) for k in range(3)) for e in range(D)
                     ]
         selected.append(sets)
         for t in range(T):
@@ -1389,11 +1380,8 @@ SELFTESTS = {
     "loops: T = l": lambda: check_against_loops(tiny(cmp_block=8, cmp_stride=4), 8),
     "loops: full attention": lambda: check_against_loops(tiny(attention="full"), 25),
     "loops: layers in turn, all options": lambda: check_against_loops(
-        tiny(layers=3, attention="window,nsa,full", v_head_dim=2, qk_norm="on", smear="on", head="untied"), 39),
-    "loops: narrower values, all options": lambda: check_against_loops(
-        tiny(v_head_dim=2, qk_norm="on", smear="on", head="untied"), 39),
-    "loops: wider values": lambda: check_against_loops(tiny(v_head_dim=6), 29),
-    "loops: wider values, full attention": lambda: check_against_loops(tiny(v_head_dim=6, attention="full"), 25),
+        tiny(layers=3, attention="window,nsa,full", qk_norm="on", smear="on", head="untied"), 39),
+    "loops: all options": lambda: check_against_loops(tiny(qk_norm="on", smear="on", head="untied"), 39),
     "loops: QK-norm": lambda: check_against_loops(tiny(qk_norm="on", rope_base=50.0), 39),
     "loops: QK-norm, full attention": lambda: check_against_loops(tiny(qk_norm="on", attention="full"), 25),
     "ties go to the lower index": check_ties,

@@ -50,7 +50,7 @@ MODELS = {
     " --slc-block 20 --slc-count 4 --window 37 --phi-hidden 8 --mlp-hidden 64 --rope-base 500 --init random --steps 1"
     " --seq-len 64",
     "nsa, two branches": PAPER + " --branches cmp,win --init random --steps 1 --seq-len 64 --lr 1e-4",
-    "nsa, options": PAPER + " --qk-norm --smear --head untied --v-head-dim 24 --init random"
+    "nsa, options": PAPER + " --qk-norm --smear --head untied --init random"
     " --steps 1 --seq-len 64 --lr 1e-4",
     "full": "--attention full --layers 2 --dim 48 --heads 6 --kv-groups 2 --head-dim 16 --mlp-hidden 96"
     + TRAINED + "800",

@@ -445,8 +445,6 @@ static int run(int argc, char** argv) {
         if (mode == "full" && !given.count("tokenizer")) c.tokenizer = "bytes", given.insert("tokenizer");
         apply_preset(c, given);
         validate_model(c, "options");
-        if (c.v_head_dim && c.v_head_dim != c.head_dim && mode != "step" && mode != "rate")
-            fail_usage("bench_cpu %s measures values of --head-dim: leave --v-head-dim out", mode.c_str());
         c.device = "cpu";
         if (!given.count("batch")) c.batch = 1;
         World world;

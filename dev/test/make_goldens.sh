@@ -27,13 +27,10 @@ declare -A configs=(
     [nsa_h1]="--seed 3 --batch 2 --seq-len 150 --total-batch 300 --attention nsa --layers 2 --dim 64 --heads 4
            --kv-groups 4 --head-dim 16 --cmp-block 8 --cmp-stride 8 --slc-block 16 --slc-count 5 --window 24
            --phi-hidden 16 --mlp-hidden 256"
-    # what changes the model at either end of the layers and in between; values narrower than keys
+    # what changes the model at either end of the layers and in between
     [options]="--seed 2 --batch 2 --seq-len 100 --total-batch 200 --attention nsa --layers 2 --dim 64 --heads 4
            --kv-groups 2 --head-dim 16 --cmp-block 8 --cmp-stride 4 --slc-block 16 --slc-count 4 --window 24
            --phi-hidden 16 --mlp-hidden 128 --smear --head untied"
-    [values]="--seed 2 --batch 2 --seq-len 100 --total-batch 200 --attention nsa --layers 2 --dim 64 --heads 4
-           --kv-groups 2 --head-dim 16 --v-head-dim 10 --cmp-block 8 --cmp-stride 4 --slc-block 16 --slc-count 4
-           --window 24 --phi-hidden 16 --mlp-hidden 128 --smear --head untied"
     # the dense baseline
     [full]="--seed 4 --batch 3 --seq-len 97 --total-batch 291 --attention full --layers 2 --dim 64 --heads 4
            --kv-groups 2 --head-dim 16 --mlp-hidden 256"
@@ -54,7 +51,7 @@ python=${PYTHON:-python3}
     fail "$python cannot import torch and numpy; pip install torch numpy, or set PYTHON"
 
 names=("$@")
-[ $# -gt 0 ] || names=(nsa nsa_paper nsa_h1 options values full qk_norm pattern)
+[ $# -gt 0 ] || names=(nsa nsa_paper nsa_h1 options full qk_norm pattern)
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 for name in "${names[@]}"; do

@@ -27,7 +27,7 @@ class TiledAttention {
   public:
     KeyReads* reads = nullptr;  // of decoding, counted where this is given
 
-    // out [B, H, queries, Dv] = softmax(q k^T / sqrt(D)) v over the branch's keys, lse [B, H, queries] = ln of the
+    // out [B, H, queries, D] = softmax(q k^T / sqrt(D)) v over the branch's keys, lse [B, H, queries] = ln of the
     // softmax's denominator. A query without a key: out 0, lse +infinity.
     void attention_forward(bool bf16, Branch branch, float* out, float* lse, const float* q, const float* k,
                            const float* v, const uint32_t* selection, const NsaShape& s);
@@ -40,8 +40,7 @@ class TiledAttention {
                            const float* q, const float* kc, const float* vc, const NsaShape& s);
     // out [B, G, NC, D] = phi(blocks of k [B, G, T, D]), hidden [B, G, NC, F] before the SiLU; the blocks that end
     // inside this call's positions. fc1's product over a block is the sum of its products over the block's l/d chunks
-    // of d tokens, so overlapping blocks are plain matrices with a row stride of d*D: nothing is copied. Values come
-    // with s.of_values().
+    // of d tokens, so overlapping blocks are plain matrices with a row stride of d*D: nothing is copied.
     void compress_forward(Gemm<float>& gemm, float* out, float* hidden, const float* k, const PhiOf<float>& phi,
                           const NsaShape& s) {
         const int D = s.D, F = s.F, begin = s.cmp_blocks(s.first), count = s.cmp_blocks(s.first + s.queries) - begin,
@@ -353,7 +352,7 @@ class TiledAttention {
               rows(row_count * s.D),
               scores(tile_size * std::max<size_t>(kept_tiles, 1)),
               p(kept_tiles ? tile_size : 0),
-              sums(row_count * s.Dv()),
+              sums(row_count * s.D),
               reference(row_count),
               total(row_count * LANES),
               q_room(rows.size()),
@@ -372,13 +371,13 @@ class TiledAttention {
     template <class Element>
     static void finish_softmax(const ForwardArrays& to, int bg, int t0, int count, const ForwardRoom<Element>& room,
                                const NsaShape& s) {
-        const int Dv = s.Dv(), h = s.heads_per_group();
+        const int D = s.D, h = s.heads_per_group();
         for (int r = 0; r < h * count; r++) {
             const size_t row = query_row(bg, r % h, t0 + r / h, s);
             float total = 0;
             for (int x = 0; x < LANES; x++) total += room.total[size_t(r) * LANES + x];
             const float inverse = total > 0 ? 1 / total : 0.0f;
-            for (int x = 0; x < Dv; x++) to.out[row * Dv + x] = room.sums[size_t(r) * Dv + x] * inverse;
+            for (int x = 0; x < D; x++) to.out[row * D + x] = room.sums[size_t(r) * D + x] * inverse;
             to.lse[row] = total > 0 ? room.reference[r] + std::log(total) : std::numeric_limits<float>::infinity();
         }
     }
@@ -459,7 +458,7 @@ class TiledAttention {
         // are, the fewer of them do.
         const int step = tile_queries(s) * (in.branch != SLC ? 1 : s.slc_blocks() > 8 * s.slc_count ? 8 : 4);
         const Tiles<Element> kt = operand_tiles<Element>(0, in.branch, in.k, s.D, s, OVER_D),
-                             vs = operand_tiles<Element>(1, in.branch, in.v, s.Dv(), s, OVER_KEYS);
+                             vs = operand_tiles<Element>(1, in.branch, in.v, s.D, s, OVER_KEYS);
 #pragma omp parallel
         {
             const AmxTiles registers(PER<Element> == 2);
@@ -509,8 +508,7 @@ class TiledAttention {
                             const Element* keys, int padded, const Element* values, const Branches& in) {
         const NsaShape& s = in.s;
         constexpr int per = PER<Element>;
-        const int D = s.D, Dv = s.Dv(), h = s.heads_per_group(),
-                  existing = s.key_count(in.branch) - tile * tile_keys(in.branch, s);
+        const int D = s.D, h = s.heads_per_group(), existing = s.key_count(in.branch) - tile * tile_keys(in.branch, s);
         const KeyRange columns = columns_of(in.branch, &room.tokens[j], end - j, tile, s);
         const int n_rows = h * (end - j), n = columns.end - columns.begin,
                   n_existing = std::min(columns.end, existing) - columns.begin;
@@ -521,11 +519,11 @@ class TiledAttention {
             for (int r = query * h; r < (query + 1) * h; r++) {
                 const size_t at = size_t(r - j * h) * padded;
                 softmax_step(p + at / per, scores + at, columns, visible, room.reference[r],
-                             &room.total[size_t(r) * LANES], &room.sums[size_t(r) * Dv], Dv);
+                             &room.total[size_t(r) * LANES], &room.sums[size_t(r) * D], D);
             }
         }
-        tile_matmul(n_rows, Dv, depth_of<Element>(n_existing), {p, size_t(padded) / per, 1},
-                    values + size_t(columns.begin) / per * Dv, Dv, &room.sums[size_t(j) * h * Dv], Dv, true);
+        tile_matmul(n_rows, D, depth_of<Element>(n_existing), {p, size_t(padded) / per, 1},
+                    values + size_t(columns.begin) / per * D, D, &room.sums[size_t(j) * h * D], D, true);
     }
     // One tile's part of the softmax of a row, from the scores of `columns`, which are hidden outside the visible
     // range: p = e^(score - reference), and total [LANES] gets their sum, whose lanes are added at the end. The
@@ -535,7 +533,7 @@ class TiledAttention {
     static constexpr float SLACK = 8;
     template <class Element>
     static void softmax_step(Element* p, float* scores, KeyRange columns, KeyRange visible, float& reference,
-                             float* total, float* sums, int Dv) {
+                             float* total, float* sums, int D) {
         const int n = columns.end - columns.begin;
         hide(scores, n, visible.begin - columns.begin, visible.end - columns.begin);
         float largest = -std::numeric_limits<float>::infinity();
@@ -544,7 +542,7 @@ class TiledAttention {
         if (largest > reference + SLACK) {  // before the first tile there is nothing to rescale, and e^-inf = 0
             const float rescale = exponential(reference - largest);
             for (int x = 0; x < LANES; x++) total[x] *= rescale;
-            for (int x = 0; x < Dv; x++) sums[x] *= rescale;
+            for (int x = 0; x < D; x++) sums[x] *= rescale;
             reference = largest;
         }
         const float shift = reference;  // a copy that no store below can change
@@ -584,7 +582,7 @@ class TiledAttention {
               rows(size_t(h) * D),
               by_key(size_t(std::max(TILE_KEYS, s.slc_block)) * padded),
               q(size_t(D) / PER<Element> * padded),
-              keys(size_t(std::max(TILE_KEYS, s.slc_block) + 1) * std::max(D, s.Dv())) {}
+              keys(size_t(std::max(TILE_KEYS, s.slc_block) + 1) * D) {}
         void load(const float* from, size_t bg, const NsaShape& s) {
             load_queries(rows.data(), from, bg, &s.first, 1, s);
             std::fill(q.begin(), q.end(), Element{});
@@ -629,7 +627,7 @@ class TiledAttention {
             const size_t at = size_t(bg) * s.key_stride(in.branch) + size_t(tile) * width + visible.begin;
             float* const scores = room.scores.data() + (keep ? tile * room.tile_size : 0);
             decode_tile(room, scores, keep ? room.p.data() : scores, padded, queries, visible,
-                        columns_of(in.branch, &t, 1, tile, s), in.k + at * s.D, in.v + at * s.Dv(), s.Dv());
+                        columns_of(in.branch, &t, 1, tile, s), in.k + at * s.D, in.v + at * s.D, s.D);
             keys_read += visible.end - visible.begin;
         }
         finish_softmax(to, bg, t, 1, room, s);
@@ -640,17 +638,17 @@ class TiledAttention {
     template <class Element>
     static void decode_tile(ForwardRoom<Element>& room, float* scores, float* p, int padded,
                             TokenQueries<Element>& queries, KeyRange visible, KeyRange columns, const float* k,
-                            const float* v, int Dv) {
+                            const float* v, int D) {
         constexpr int per = PER<Element>;
         const int h = queries.h, count = visible.end - visible.begin, before = visible.begin - columns.begin,
                   pairs = (count + per - 1) / per;
         queries.score(scores + before, size_t(padded), k, count);
         for (size_t r = 0; r < size_t(h); r++)
             softmax_step(p + r * padded, scores + r * padded, columns, visible, room.reference[r],
-                         &room.total[size_t(r) * LANES], &room.sums[r * Dv], Dv);
+                         &room.total[size_t(r) * LANES], &room.sums[r * D], D);
         const Element* const weights = sum_over_columns(room.p_room.data(), p + before, size_t(padded), h, count);
-        tile_matmul(h, Dv, pairs, {weights, size_t(padded) / per, 1},
-                    sum_over_rows(queries.keys.data(), v, Dv, count, Dv), Dv, room.sums.data(), Dv, true);
+        tile_matmul(h, D, pairs, {weights, size_t(padded) / per, 1}, sum_over_rows(queries.keys.data(), v, D, count, D),
+                    D, room.sums.data(), D, true);
     }
 
     // -----------------------------------------------------------------------------------------------------------------
@@ -669,13 +667,13 @@ class TiledAttention {
         AlignedVector<Element> q, dout;
         AlignedVector<float> p, ds, dq;
         AlignedVector<Element> room, second_room;
-        BackwardRoom(size_t row_count, int padded, int D, int Dv)
+        BackwardRoom(size_t row_count, int padded, int D)
             : q(row_count * D / PER<Element>),
-              dout(row_count * Dv / PER<Element>),
+              dout(row_count * D / PER<Element>),
               p(row_count * padded),
               ds(row_count * padded),
               dq(row_count * D),
-              room((row_count + 1) * std::max({D, Dv, padded})),
+              room((row_count + 1) * std::max(D, padded)),
               second_room(room.size()) {}
     };
     // How far each tile of one (sequence, group) is: it has added to the sums of the queries below progress[tile].
@@ -690,14 +688,14 @@ class TiledAttention {
     template <class Element>
     void backward_pass(const Gradients& d, const Branches& in) {
         const NsaShape& s = in.s;
-        const int D = s.D, Dv = s.Dv(), h = s.heads_per_group();
+        const int D = s.D, h = s.heads_per_group();
         const auto query = [&](size_t bg, int i, int t) { return in.q + query_row(bg, i, t, s) * D; };
-        const auto gradient = [&](size_t bg, int i, int t) { return d.dout + s.output_row(bg * h + i, t) * Dv; };
+        const auto gradient = [&](size_t bg, int i, int t) { return d.dout + s.output_row(bg * h + i, t) * D; };
         const BackwardOperands<Element> x{operand_tiles<Element>(0, in.branch, in.k, D, s, OVER_D),
-                                          operand_tiles<Element>(1, in.branch, in.v, Dv, s, OVER_D),
+                                          operand_tiles<Element>(1, in.branch, in.v, D, s, OVER_D),
                                           operand_tiles<Element>(2, in.branch, in.k, D, s, OVER_KEYS),
                                           reinterpret_cast<Element*>(scratch[3].get(s.query_rows() * D)),
-                                          reinterpret_cast<Element*>(scratch[4].get(s.query_rows() * Dv)),
+                                          reinterpret_cast<Element*>(scratch[4].get(s.query_rows() * D)),
                                           scratch[5].get(s.query_rows() * D)};
         const int count = x.k.count;
         std::vector<std::atomic<int>> progress(size_t(s.B) * s.G * count);
@@ -710,8 +708,8 @@ class TiledAttention {
             pack_tiles(x.v, in.branch, in.v, s, OVER_D);
             pack_tiles(x.k_by_keys, in.branch, in.k, s, OVER_KEYS);
             pack_query_rows(x.q, D, float(s.scale()), query, s);
-            pack_query_rows(x.dout, Dv, 1, gradient, s);
-            BackwardRoom<Element> room(size_t(h) * tile_queries(s), x.k.padded, D, Dv);
+            pack_query_rows(x.dout, D, 1, gradient, s);
+            BackwardRoom<Element> room(size_t(h) * tile_queries(s), x.k.padded, D);
 #pragma omp for schedule(static)
             for (size_t i = 0; i < s.query_rows() * D; i++) x.sums[i] = 0;
 #pragma omp for collapse(2) schedule(monotonic : dynamic, 1)
@@ -739,7 +737,7 @@ class TiledAttention {
         const int width = tile_keys(in.branch, s), n_keys = std::min(width, s.key_count(in.branch) - tile * width);
         const size_t at = size_t(bg) * s.key_stride(in.branch) + size_t(tile) * width;
         std::fill_n(d.dk + at * s.D, size_t(n_keys) * s.D, 0.0f);
-        std::fill_n(d.dv + at * s.Dv(), size_t(n_keys) * s.Dv(), 0.0f);
+        std::fill_n(d.dv + at * s.D, size_t(n_keys) * s.D, 0.0f);
         const size_t most = size_t(tile_queries(s));
         for (size_t i = 0; i < list.size(); i += most) {
             const int* const tokens = &list[i];
@@ -753,10 +751,9 @@ class TiledAttention {
     }
     template <class Element>
     static void prefetch_query(int bg, int t, const BackwardOperands<Element>& x, const NsaShape& s) {
-        const size_t at = size_t(bg) * s.T + t, rows = size_t(s.heads_per_group()) * s.D,
-                     v_rows = size_t(s.heads_per_group()) * s.Dv();
+        const size_t at = size_t(bg) * s.T + t, rows = size_t(s.heads_per_group()) * s.D;
         prefetch(x.q + at * rows / PER<Element>, rows / PER<Element>);
-        prefetch(x.dout + at * v_rows / PER<Element>, v_rows / PER<Element>);
+        prefetch(x.dout + at * rows / PER<Element>, rows / PER<Element>);
         prefetch(x.sums + at * rows, rows);
     }
     // The rows of a step's queries from row_operands: as they lie there, if the queries are neighbours, or copied.
@@ -781,18 +778,17 @@ class TiledAttention {
                               const Branches& in) {
         const NsaShape& s = in.s;
         constexpr int per = PER<Element>;
-        const int tile = turns.tile, D = s.D, Dv = s.Dv(), h = s.heads_per_group(), n_rows = h * count,
-                  padded = x.k.padded;
+        const int tile = turns.tile, D = s.D, h = s.heads_per_group(), n_rows = h * count, padded = x.k.padded;
         const KeyRange columns = columns_of(in.branch, tokens, count, tile, s);
         const int n = columns.end - columns.begin, n_existing = std::min(columns.end, n_keys) - columns.begin;
         const size_t first = at + columns.begin;  // key
         const Element* const q = rows_of(room.q.data(), x.q, D, bg, tokens, count, s);
-        const Element* const dout = rows_of(room.dout.data(), x.dout, Dv, bg, tokens, count, s);
+        const Element* const dout = rows_of(room.dout.data(), x.dout, D, bg, tokens, count, s);
         // S = q k^T, dP = dout v^T
         float *const p = room.p.data(), *const ds = room.ds.data();
         tile_matmul(n_rows, n, D / per, {q, size_t(D) / per, 1}, x.k(bg, tile) + columns.begin, padded, p, padded,
                     false);
-        tile_matmul(n_rows, n, Dv / per, {dout, size_t(Dv) / per, 1}, x.v(bg, tile) + columns.begin, padded, ds, padded,
+        tile_matmul(n_rows, n, D / per, {dout, size_t(D) / per, 1}, x.v(bg, tile) + columns.begin, padded, ds, padded,
                     false);
         for (int j = 0; j < count; j++) {
             const KeyRange visible = visible_keys(in.branch, tokens[j], tile, s);
@@ -804,8 +800,8 @@ class TiledAttention {
         // dv += P'^T dout, dk += dS^T q / sqrt(D)
         const int depth = depth_of<Element>(n_rows);
         Element *const left = room.room.data(), *const right = room.second_room.data();
-        tile_matmul(n_existing, Dv, depth, {sum_over_rows(left, p, padded, n_rows, n), 1, size_t(padded)},
-                    sum_over_rows(right, dout, Dv, n_rows, Dv), Dv, d.dv + first * Dv, Dv, true);
+        tile_matmul(n_existing, D, depth, {sum_over_rows(left, p, padded, n_rows, n), 1, size_t(padded)},
+                    sum_over_rows(right, dout, D, n_rows, D), D, d.dv + first * D, D, true);
         tile_matmul(n_existing, D, depth, {sum_over_rows(left, ds, padded, n_rows, n), 1, size_t(padded)},
                     sum_over_rows(right, q, D, n_rows, D), D, d.dk + first * D, D, true);
         // dq += dS k. Rows of queries that are no neighbours are added one query at a time.

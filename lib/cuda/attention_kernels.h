@@ -18,8 +18,7 @@ struct AttentionKernel {
     int capability;            // of the GPU at least, 10 major + minor
     bool exact;                // only code compiled for this GPU alone has it, which CUDA marks with an a: sm_90a
     bool fp32;                 // PRECISION=FP32 has it too
-    unsigned head_dimensions;  // the sum of those that it is compiled for, powers of two, of queries, keys and values
-                               // alike; 0: it takes any
+    unsigned head_dimensions;  // the sum of those that it is compiled for, powers of two; 0: it takes any
     unsigned branches;         // bits; a row that lacks some takes the next row's kernels for them
     SelectedKernel selected;
     const char* words;    // how it computes the selected branch
@@ -43,19 +42,19 @@ struct GpuCode {
     int capability = 0;
     bool exact = false;
 };
-// Whether a build, a GPU and heads of dimension D, values of Dv, have the row's kernels. 0: any.
-constexpr bool has_attention_kernel(const AttentionKernel& row, bool fp32, GpuCode gpu = {}, int D = 0, int Dv = 0) {
+// Whether a build, a GPU and heads of dimension D have the row's kernels. 0: any.
+constexpr bool has_attention_kernel(const AttentionKernel& row, bool fp32, GpuCode gpu = {}, int D = 0) {
     const bool fits = row.exact ? gpu.exact && row.capability == gpu.capability : row.capability <= gpu.capability;
     return (row.fp32 || !fp32) && (!gpu.capability || fits) &&
-           (!D || !row.head_dimensions || (row.head_dimensions & unsigned(D) && !(D & (D - 1)) && (!Dv || Dv == D)));
+           (!D || !row.head_dimensions || (row.head_dimensions & unsigned(D) && !(D & (D - 1))));
 }
 constexpr bool has_warpgroups(int D) {
     return has_attention_kernel(ATTENTION_KERNELS[WARPGROUPS_KERNEL], false, {}, D);
 }
-inline std::vector<std::string> attention_kernel_names(bool fp32, GpuCode gpu = {}, int D = 0, int Dv = 0) {
+inline std::vector<std::string> attention_kernel_names(bool fp32, GpuCode gpu = {}, int D = 0) {
     std::vector<std::string> names;
     for (const AttentionKernel& row : ATTENTION_KERNELS)
-        if (has_attention_kernel(row, fp32, gpu, D, Dv)) names.push_back(row.name);
+        if (has_attention_kernel(row, fp32, gpu, D)) names.push_back(row.name);
     return names;
 }
 // Which kernels a call of attention takes: those of the selected branch, and whether warpgroups multiply where the head

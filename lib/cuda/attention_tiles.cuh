@@ -148,11 +148,6 @@ inline void check_attention_shape(Branch branch, const NsaShape& s) {
         s.heads_per_group() * s.G != s.H || s.heads_per_group() > most)
         fail_usage("%d query heads in %d groups: the CUDA attention wants 1 to %d query heads for each group", s.H, s.G,
                    most);
-    if (s.Dv() != s.D)
-        fail_usage(
-            "--v-head-dim %d beside --head-dim %d: the attention on tensor cores has equal ones; choose these, "
-            "--attention-kernel %s, or the CPU",
-            s.Dv(), s.D, ATTENTION_KERNELS[PLAIN_KERNEL].name);
     if (branch == SLC && s.slc_block != 16 && s.slc_block != 32 && (s.slc_block < KEY_TILE || s.slc_block % KEY_TILE))
         fail_usage(
             "selection blocks of %d tokens: the CUDA attention has 16, 32 and multiples of 64; choose one of them, or "

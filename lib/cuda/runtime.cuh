@@ -411,8 +411,7 @@ struct CudaRuntime {
         if (bytes % 16)
             fail_usage(
                 "a row of a matrix begins %zu bytes after a multiple of 16, which tensor cores cannot read: on a GPU "
-                "--dim, --head-dim, --v-head-dim, --mlp-hidden and --phi-hidden have to be multiples of %d; or use "
-                "--device cpu",
+                "--dim, --head-dim, --mlp-hidden and --phi-hidden have to be multiples of %d; or use --device cpu",
                 bytes % 16, int(16 / element));
     }
     // C[M,N] = op(A)[M,K] op(B)[K,N] (+ beta addend[M,N], where given, which may be C), row-major as everywhere.

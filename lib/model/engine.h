@@ -192,9 +192,9 @@ struct Members : Formats<Dev> {
            int Vp));
 
     // ----- heads. projected [B*queries, s.projected()]: a row is  q | keys and values by HeadSlot | gate logits |
-    // padding. q [B, H, queries, D]; kv[slot] [B, G, T, s.slot_dim(slot)], null below s.first_slot(); gate [branches,
-    // B, H, queries]. With s.qk_norm the heads of q and of the keys become x * rstd * gain first, gains [s.gain_rows(),
-    // D], null without. q and K_SLC, K_WIN are turned by RoPE at their position, halves convention, angle position *
+    // padding. q [B, H, queries, D]; kv[slot] [B, G, T, D], null below s.first_slot(); gate [branches, B, H, queries].
+    // With s.qk_norm the heads of q and of the keys become x * rstd * gain first, gains [s.gain_rows(), D], null
+    // without. q and K_SLC, K_WIN are turned by RoPE at their position, halves convention, angle position *
     // s.rope_base^(-2i/D); gate = sigmoid(logit), 0 for a branch in s.left_out. Writes keys at positions first.. only.
     // Full attention has no gates: gate is not written.
     NEEDS(void, split_heads_forward, (Heads out, const real* projected, const real* gains, const NsaShape& s));
@@ -203,9 +203,9 @@ struct Members : Formats<Dev> {
     NEEDS(void, split_heads_backward,
           (real * dprojected, Grad* dgains, HeadGradients d, const real* gains, const NsaShape& s));
 
-    // ----- compression. out = the compressed keys [B, G, NC, D], then the values [B, G, NC, Dv]: mean + fc2 silu(fc1 X
-    // + bias) of every block X of l tokens, d apart, of k [B, G, T, D] and v [B, G, T, Dv]; keys are turned to position
-    // i*d. hidden [2, B, G, NC, F] = before the SiLU. NC = s.cmp_capacity(). v is behind k in one allocation.
+    // ----- compression. out = the compressed keys [B, G, NC, D], then the values [B, G, NC, D]: mean + fc2 silu(fc1 X
+    // + bias) of every block X of l tokens, d apart, of k, v [B, G, T, D]; keys are turned to position i*d.
+    // hidden [2, B, G, NC, F] = before the SiLU. NC = s.cmp_capacity(). v is behind k in one allocation.
     // Only the blocks that end within positions first .. first+queries-1: there may be none.
     NEEDS(void, compress_forward,
           (real * out, real* hidden, const real* k, const real* v, const Phis& phi, const NsaShape& s));
@@ -214,9 +214,9 @@ struct Members : Formats<Dev> {
           (real * dk, real* dv, const PhiGradients& dphi, real* dout, const real* hidden, const real* k, const real* v,
            const Phis& phi, const NsaShape& s));
 
-    // ----- attention. out [B, H, queries, Dv] = softmax(q k^T / sqrt(D)) v over the keys that lib/model/visible.h
-    // names for the branch; lse [B, H, queries] = ln of the denominator. No key: out 0, lse +infinity. k [B, G,
-    // s.key_stride(branch), D], v the same of Dv = s.Dv(). selection [B, G, queries, words]: null but in SLC.
+    // ----- attention. out [B, H, queries, D] = softmax(q k^T / sqrt(D)) v over the keys that lib/model/visible.h
+    // names for the branch; lse [B, H, queries] = ln of the denominator. No key: out 0, lse +infinity. k, v [B, G,
+    // s.key_stride(branch), D]. selection [B, G, queries, words]: null but in SLC.
     NEEDS(void, attention_forward,
           (Branch branch, real* out, Stat* lse, const real* q, const real* k, const real* v, const uint32_t* selection,
            const NsaShape& s));
@@ -226,11 +226,11 @@ struct Members : Formats<Dev> {
     NEEDS(void, attend_and_select,
           (real * out, Stat* lse, uint32_t* selection, Stat* chosen_importance, const real* q, const real* kc,
            const real* vc, const NsaShape& s));
-    // out [B*queries, H*Dv] = sum over branches of gate * o.  o [branches, B, H, queries, Dv]. In full attention the
+    // out [B*queries, H*D] = sum over branches of gate * o.  o [branches, B, H, queries, D]. In full attention the
     // gate is 1 and `gate` may be anything.
     NEEDS(void, combine_forward, (real * out, const real* o, const Stat* gate, const NsaShape& s));
     // row_dot = dout . o, lse_gated = lse - ln(gate), dgate_logit = row_dot gate (1 - gate), all [branches, B, H,
-    // queries]; dout [B*queries, H*Dv]. A gate of 0 makes lse_gated +infinity. Full attention: dgate_logit stays.
+    // queries]; dout [B*queries, H*D]. A gate of 0 makes lse_gated +infinity. Full attention: dgate_logit stays.
     NEEDS(void, attention_backward_rows,
           (Stat * row_dot, Stat* lse_gated, Stat* dgate_logit, const real* dout, const real* o, const Stat* gate,
            const Stat* lse, const NsaShape& s));

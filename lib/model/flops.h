@@ -6,8 +6,8 @@
 #include "shape.h"
 
 // FLOPs that the model needs for one token in training, counted as model FLOPs utilisation counts them (PaLM, arXiv
-// 2204.02311, appendix B): 6 for each weight of a matrix and row that it multiplies, 6 (D + Dv) for each pair of a
-// query and a key. Work done twice, scores, norms and the update do not count.
+// 2204.02311, appendix B): 6 for each weight of a matrix and row that it multiplies, 12 D for each pair of a query
+// and a key. Work done twice, scores, norms and the update do not count.
 // s: one sequence; specs: the model's tensors, with name, size and columns.
 template <class Specs>
 double model_flops_per_token(const Specs& specs, const NsaShape& s, int64_t layers) {
@@ -23,7 +23,7 @@ double model_flops_per_token(const Specs& specs, const NsaShape& s, int64_t laye
         const NsaShape layer = s.of_layer(size_t(i));
         const double alike = double((layers - i + s.period - 1) / s.period);  // layers of this place in the pattern
         for (const Branch branch : {CMP, SLC, WIN})
-            if (layer.has(branch)) flops += 6.0 * (s.D + s.Dv()) * attention_pairs(branch, layer) * alike;
+            if (layer.has(branch)) flops += 12.0 * s.D * attention_pairs(branch, layer) * alike;
     }
     return flops / s.T;
 }

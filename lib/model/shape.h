@@ -40,7 +40,7 @@ struct NsaShape {
     int T = 0;  // tokens that the key and value buffers hold per sequence
     // A call computes positions first .. first+queries-1: (0, T) in training, (t, 1) when decoding.
     int first = 0, queries = 0;
-    int H = 0, G = 0, D = 0;  // query heads, key/value groups, dimension of a query's and a key's head
+    int H = 0, G = 0, D = 0;  // query heads, key/value groups, dimension of a head
     int l = 0, d = 0;         // compression block and stride
     int slc_block = 0;        // l': tokens of a selection block
     int slc_count = 0;        // n: selected blocks per query and group
@@ -54,17 +54,8 @@ struct NsaShape {
     unsigned kinds = 0;     // --attention: the LayerKind of each layer of the pattern, two bits each from the lowest
     int period = 1;         // layers of the pattern
     unsigned left_out = 0;  // --branches: bit b is set where branch b is left out, which is a gate of 0
-    int v_head_dim = 0;     // --v-head-dim: dimension of a value's head; 0: D
 
     HOST_DEVICE int heads_per_group() const { return H / G; }
-    HOST_DEVICE int Dv() const { return v_head_dim ? v_head_dim : D; }
-    // The shape that compression sees of values: their heads are all there is.
-    NsaShape of_values() const {
-        NsaShape s = *this;
-        s.D = Dv();
-        s.v_head_dim = 0;
-        return s;
-    }
     double scale() const { return 1 / std::sqrt(double(D)); }
 
     // Branches. Outputs, gates and row statistics are arrays [branches(), ...]; a branch's share is at branch_slot().
@@ -91,11 +82,7 @@ struct NsaShape {
     HOST_DEVICE int first_slot() const { return full ? K_WIN : K_CMP; }
     int head_slots() const { return HEAD_SLOTS - first_slot(); }
     HOST_DEVICE static bool holds_values(int slot) { return slot % 2; }
-    HOST_DEVICE int slot_dim(int slot) const { return holds_values(slot) ? Dv() : D; }
-    HOST_DEVICE int slot_column(int slot) const {
-        const int before = slot - first_slot();
-        return H * D + ((before + 1) / 2 * D + before / 2 * Dv()) * G;
-    }
+    HOST_DEVICE int slot_column(int slot) const { return (H + (slot - first_slot()) * G) * D; }
     static int gate_logit(int head, int branch) { return BRANCHES * head + branch; }
     int gate_logits() const { return full ? 0 : BRANCHES * H; }
     int gate_columns() const { return (gate_logits() + 7) / 8 * 8; }
@@ -146,14 +133,14 @@ struct SmearOf {
     T *gate, *scale;  // [C]
 };
 
-// What a branch's attention reads: q [B, H, queries, D], keys [B, G, key_stride(), D], values [B, G, key_stride(), Dv],
-// and in the selected branch selection [B, G, queries, words].
+// What a branch's attention reads: q [B, H, queries, D], keys and values [B, G, key_stride(), D], and in the selected
+// branch selection [B, G, queries, words].
 template <class T>
 struct InputArrays {
     const T *q, *k, *v;
     const uint32_t* selection;
 };
-// And its backward pass besides: dq [B, H, queries, D] = or += with `add`, dk, dv =, from dout [B*queries, H*Dv] and
+// And its backward pass besides: dq [B, H, queries, D] = or += with `add`, dk, dv =, from dout [B*queries, H*D] and
 // what attention_backward_rows made of it, row_dot, lse_gated [B, H, queries].
 template <class T, class Stat>
 struct BackwardArrays {
@@ -175,8 +162,8 @@ struct KeyReads {
     }
 };
 
-// Pairs of a key and a query that a branch's mask allows, over all heads. Each costs 2*(D + Dv) FLOPs in the forward
-// pass (two products) and twice that in the backward pass (dV, dP, dQ, dK; computing the scores a second time does not
+// Pairs of a key and a query that a branch's mask allows, over all heads. Each costs 4*D FLOPs in the forward pass
+// (two products) and twice that in the backward pass (dV, dP, dQ, dK; computing the scores a second time does not
 // count). Counted, not estimated, except that every selected block counts as full; a query that may choose has n of
 // them, the last cut by causality.
 inline double attention_pairs(Branch branch, const NsaShape& s) {

@@ -120,10 +120,10 @@ inline std::string model_card(const Config& c, const std::string& checkpoint, co
            ". It continues text and follows no instructions.\nNo licence is stated: whoever publishes the weights "
            "chooses one that the training text allows.\n\n| | |\n|---|---|\n" +
            table_row("parameters", with_commas(parameters)) +
-           table_row("layers, width, MLP's width; heads, groups, head dimensions",
-                     format_text("%lld, %lld, %lld; %lld, %lld, %lld and %lld", (long long)c.layers, (long long)c.dim,
+           table_row("layers, width, MLP's width; heads, groups, head dimension",
+                     format_text("%lld, %lld, %lld; %lld, %lld, %lld", (long long)c.layers, (long long)c.dim,
                                  (long long)c.mlp_hidden, (long long)c.heads, (long long)c.kv_groups,
-                                 (long long)c.head_dim, (long long)(c.v_head_dim ? c.v_head_dim : c.head_dim))) +
+                                 (long long)c.head_dim)) +
            table_row("attention", attention_text(c)) +
            table_row("vocabulary, tokens of a sequence", format_text("%s, %lld; %lld", c.tokenizer.c_str(),
                                                                      (long long)c.vocab_size, (long long)c.seq_len)) +

@@ -56,7 +56,7 @@ template <class SelfTest>
 bool check_gradients() {
     const double limit = 1e-6;
     bool good = true;
-    for (const char* options : {"", "--qk-norm --smear --head untied --v-head-dim 10"}) {
+    for (const char* options : {"", "--qk-norm --smear --head untied"}) {
         SelfTest keeps_all(0, options);
         const double worst = keeps_all.errors().worst;
         const bool right = worst < limit;  // false for NaN
@@ -99,7 +99,7 @@ void print_products_of(const std::string& preset, Dev& dev, std::FILE* out = std
         const char* name;
         int rows, in, out;
     } layers[] = {{"attn.qkv", N, C, a.shape.projected()},
-                  {"attn.o_proj", N, a.shape.H * a.shape.Dv(), C},
+                  {"attn.o_proj", N, a.shape.H * a.shape.D, C},
                   {"mlp.fc1", N, C, M},
                   {"mlp.fc2", N, M, C},
                   {"embed_tokens", int(a.logit_rows), C, int(a.Vp)}};

@@ -28,7 +28,6 @@ static NsaShape shape_of(const ModelConfig& c, int64_t B, int64_t T) {
     s.H = int(c.heads);
     s.G = int(c.kv_groups);
     s.D = int(c.head_dim);
-    s.v_head_dim = int(c.v_head_dim);
     s.l = int(c.cmp_block);
     s.d = int(c.cmp_stride);
     s.slc_block = int(c.slc_block);
@@ -50,7 +49,7 @@ static NsaShape shape_of(const ModelConfig& c, int64_t B, int64_t T) {
 // The options that make the model: its config.json.
 static const char* const MODEL_OPTIONS[] = {"layers",     "dim",        "heads",     "kv-groups", "head-dim",
                                             "cmp-block",  "cmp-stride", "slc-block", "slc-count", "window",
-                                            "phi-hidden", "mlp-hidden", "seq-len",   "rope-base", "v-head-dim"};
+                                            "phi-hidden", "mlp-hidden", "seq-len",   "rope-base"};
 
 static const char* const MODEL_WORDS[] = {"attention", "branches", "tokenizer", "qk-norm", "smear", "head"};
 static std::string config_json(const ModelConfig& model) {
@@ -98,7 +97,7 @@ static bool is_former_option(const std::string& key, const Json& value, const st
 static Json parse_model_config(const std::string& path) {
     Json config = parse_json(read_file(path), path);
     for (size_t i = 0; i < config.keys.size(); i++) is_former_option(config.keys[i], config.items[i], path);
-    for (const std::string newer : {"branches", "qk-norm", "smear", "head", "v-head-dim"}) {
+    for (const std::string newer : {"branches", "qk-norm", "smear", "head"}) {
         if (config.kind != Json::Object || config.find(underscored(newer))) continue;
         const Option& o = option_named(newer);
         config.keys.push_back(underscored(newer));

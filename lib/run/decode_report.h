@@ -67,7 +67,7 @@ struct DecodeMeter {
         if (tokens == 0) return m;
         const double places = double(tokens * layers * shape.B * shape.G),
                      number = double(shape.G) * sizeof(typename Dev::real) / 1024,  // KiB, in every group of a layer
-            pair = number * (shape.D + shape.Dv());                                 // of a key and its value
+            pair = 2 * number * shape.D;                                            // of a key and its value
         for (int i = 0; i < BRANCHES; i++) m.all += m.keys[i] = reads.keys[i] / places;
         m.scored = reads.scored / places;
         m.formula = formula / double(tokens);

@@ -28,8 +28,8 @@
 // mean "as the preset has it".
 struct ModelConfig {
     std::string attention = "nsa", branches, tokenizer;
-    int64_t layers = 0, dim = 0, heads = 0, kv_groups = 0, head_dim = 0, v_head_dim = 0, cmp_block = 0, cmp_stride = 0,
-            slc_block = 0, slc_count = 0, window = 0, phi_hidden = 0, mlp_hidden = 0, seq_len = 0, rope_base = 10000;
+    int64_t layers = 0, dim = 0, heads = 0, kv_groups = 0, head_dim = 0, cmp_block = 0, cmp_stride = 0, slc_block = 0,
+            slc_count = 0, window = 0, phi_hidden = 0, mlp_hidden = 0, seq_len = 0, rope_base = 10000;
     bool qk_norm = false, smear = false;
     std::string head;
     int64_t vocab_size = 0;     // follows from the tokenizer and its --vocab-dir
@@ -151,10 +151,7 @@ static const Option OPTIONS[] = {
     {"heads", TRAIN, &ModelConfig::heads, "preset", between(1, K), "query heads, H"},
     {"kv-groups", TRAIN, &ModelConfig::kv_groups, "preset", between(1, K),
      "groups of heads that share keys and values, G; divides --heads"},
-    {"head-dim", TRAIN, &ModelConfig::head_dim, "preset", between(2, 512),
-     "dimension of a head of the queries and keys, D; even"},
-    {"v-head-dim", TRAIN, &ModelConfig::v_head_dim, "0", between(0, 512),
-     "dimension of a head of the values, Dv; even; 0: as --head-dim"},
+    {"head-dim", TRAIN, &ModelConfig::head_dim, "preset", between(2, 512), "dimension of a head, D; even"},
     {"cmp-block", TRAIN, &ModelConfig::cmp_block, "preset", between(1, 4096), "tokens of a compressed block, l"},
     {"cmp-stride", TRAIN, &ModelConfig::cmp_stride, "preset", between(1, 4096),
      "tokens between compressed blocks, d; divides --cmp-block and --slc-block"},
@@ -772,9 +769,6 @@ inline void validate_model(const ModelConfig& c, const char* where) {
                    (long long)c.kv_groups);
     if (c.head_dim % 2)
         fail_usage("%s: --head-dim %lld is odd; rotary embedding pairs its elements", where, (long long)c.head_dim);
-    if (c.v_head_dim % 2)
-        fail_usage("%s: --v-head-dim %lld is odd; expected an even number, or 0 for that of --head-dim", where,
-                   (long long)c.v_head_dim);
     if (c.cmp_block % c.cmp_stride)
         fail_usage("%s: --cmp-block %lld is not a multiple of --cmp-stride %lld", where, (long long)c.cmp_block,
                    (long long)c.cmp_stride);

@@ -158,13 +158,12 @@ def flops_per_token(tensors, options):
     """As lib/model/flops.h counts them, without the branches that are left out."""
     tokens = int(options["seq-len"])
     flops, D = 0, int(options["head-dim"])
-    Dv = int(options.get("v-head-dim", 0)) or D
     for name, shape in tensors.items():
         if len(shape) == 2 and is_used(name, branches_of(options)):
             rows = blocks_of(options) * int(options["kv-groups"]) if ".phi_" in name else tokens
             flops += 6 * size_of(shape) * rows
     keys = keys_per_query(options) * int(options["layers"])
-    return flops / tokens + 6 * (D + Dv) * int(options["heads"]) * keys
+    return flops / tokens + 12 * D * int(options["heads"]) * keys
 
 
 class Arm:

@@ -22,7 +22,6 @@ typedef struct {
     uint kinds;
     int period;
     uint left_out;
-    int v_head_dim;
 } Shape;
 enum { CMP, SLC, WIN, BRANCHES };
 

@@ -132,9 +132,6 @@ class OpenCl {
     void start_profiler() {}
     void stop_profiler() {}
     void check_shape(const NsaShape& s) const {
-        if (s.Dv() != s.D)
-            fail_usage("--v-head-dim %d beside --head-dim %d: OpenCL's kernels take equal ones; use --device cpu",
-                       s.Dv(), s.D);
         if (s.D % 2 || size_t(s.D) > MAX_D)
             fail_usage("--head-dim %d: OpenCL's kernels take even ones up to %zu", s.D, MAX_D);
     }
@@ -288,7 +285,7 @@ class OpenCl {
     // ----- compression
     void compress_forward(float* out, float* hidden, In k, In v, const Phis& phi, const NsaShape& s) {
         compress_heads(out, hidden, k, phi.k, true, s);
-        compress_heads(out + s.cmp_rows() * s.D, hidden + s.cmp_rows() * s.F, v, phi.v, false, s.of_values());
+        compress_heads(out + s.cmp_rows() * s.D, hidden + s.cmp_rows() * s.F, v, phi.v, false, s);
     }
     void compress_heads(float* out, float* hidden, In k, const PhiOf<float>& phi, bool rotated, const NsaShape& s) {
         const int begin = s.cmp_blocks(s.first), count = s.cmp_blocks(s.first + s.queries) - begin;
@@ -308,8 +305,7 @@ class OpenCl {
     void compress_backward(float* dk, float* dv, const PhiGradients& dphi, float* dout, In hidden, In k, In v,
                            const Phis& phi, const NsaShape& s) {
         compress_heads_backward(dk, dphi.k, dout, hidden, k, phi.k, true, s);
-        compress_heads_backward(dv, dphi.v, dout + s.cmp_rows() * s.D, hidden + s.cmp_rows() * s.F, v, phi.v, false,
-                                s.of_values());
+        compress_heads_backward(dv, dphi.v, dout + s.cmp_rows() * s.D, hidden + s.cmp_rows() * s.F, v, phi.v, false, s);
     }
     void compress_heads_backward(float* dk, const PhiOf<float>& dphi, float* dout, In hidden, In k,
                                  const PhiOf<float>& phi, bool rotated, const NsaShape& s) {
@@ -349,12 +345,12 @@ class OpenCl {
         over(queries, "select_blocks", selection, chosen_importance, importance, s.slc_blocks(), s);
     }
     void combine_forward(float* out, In o, In gate, const NsaShape& s) {
-        over(s.query_rows() * s.Dv(), "combine_forward", out, o, gate, s.of_values());
+        over(s.query_rows() * s.D, "combine_forward", out, o, gate, s);
     }
     void attention_backward_rows(float* row_dot, float* lse_gated, float* dgate_logit, In dout, In o, In gate, In lse,
                                  const NsaShape& s) {
         over(s.branches() * s.query_rows(), "attention_backward_rows", row_dot, lse_gated, dgate_logit, dout, o, gate,
-             lse, s.of_values());
+             lse, s);
     }
     void attention_backward(Branch branch, const BackwardArrays<float, float>& d, const InputArrays<float>& in,
                             const NsaShape& s) {

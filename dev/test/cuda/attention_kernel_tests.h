@@ -685,10 +685,6 @@ TEST(attention_kernels_refuse) {
     s.D = 48;
     CHECK_FAILS(2, "head dimension of 48", forward(WIN, s));
     CHECK_FAILS(2, "head dimension of 48", select_blocks(nullptr, nullptr, none, none, nullptr, s, nullptr));
-    s = shape(64, 3), s.v_head_dim = 48;
-    CHECK_FAILS(2, "--v-head-dim 48 beside --head-dim 64: the attention on tensor cores has equal ones",
-                check_shape(s));
-    CHECK_FAILS(2, "--v-head-dim 48", forward(WIN, s));
     s = shape(64, 3), s.slc_block = 24;
     CHECK_FAILS(2, "selection blocks of 24 tokens", forward(SLC, s));
     s.slc_block = 96;
@@ -706,9 +702,9 @@ TEST(attention_kernels_refuse) {
     s = shape(0, 3), s.queries = 0;
     forward(WIN, s);  // nothing to do
     using Names = std::vector<std::string>;
-    const auto names = [](GpuCode gpu, int D = 0, int Dv = 0) { return attention_kernel_names(false, gpu, D, Dv); };
+    const auto names = [](GpuCode gpu, int D = 0) { return attention_kernel_names(false, gpu, D); };
     CHECK(attention_kernel_names(true) == Names({"plain"}) && names({75}) == Names({"plain"}) &&
-          names({90}, 48) == Names({"plain"}) && names({90}, 64, 48) == Names({"plain"}));
+          names({90}, 48) == Names({"plain"}));
     const Names portable = {"gathered_rows", "tensor_cores", "plain"};
     CHECK(names({90, true}, 64) == Names({"gathered_rows", "warpgroups", "tensor_cores", "plain"}));
     // Warpgroups: heads of 64, and code for sm_90a that runs on a GPU of 9.0.

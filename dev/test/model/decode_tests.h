@@ -37,14 +37,14 @@ TEST(decoding_is_the_forward_pass_in_the_specification) {
 }
 TEST(decoding_in_bytes_and_formula) {
     SelectionRecorder<Cpu<float>> dev;
-    const Config c = config_of(std::string(DECODED) + "--seq-len 1000 --v-head-dim 8 ");
+    const Config c = config_of(std::string(DECODED) + "--seq-len 1000 ");
     Model<SelectionRecorder<Cpu<float>>> model(dev, c, false);
     model.initialise();
     Decoder<SelectionRecorder<Cpu<float>>> decoder(model, 500, 1000);
     std::vector<int32_t> next(500, 7);
     for (int i = 0; i < 300; i++) next = {decoder.next(next, c)};
     const DecodeMeans m = decoder.meter.means();
-    // positions 500 .. 798, that is T = 501 .. 799 keys, of 2 groups of 16 numbers of 4 bytes, and values of 8
+    // positions 500 .. 798, that is T = 501 .. 799 keys, of 2 groups of 16 numbers of 4 bytes
     KeyReads sum;
     double formula = 0;
     for (int t = 500; t < 799; t++) {
@@ -58,8 +58,8 @@ TEST(decoding_in_bytes_and_formula) {
     CHECK_NEAR(m.all, all, 1e-9 * all);
     CHECK_NEAR(m.formula, formula, 1e-9 * formula);
     CHECK_NEAR(m.full, 650, 1e-9);
-    CHECK_NEAR(m.KiB, (all * (16 + 8) + sum.scored * 16) * 2 * 4 / 1024, 1e-9 * m.KiB);
-    CHECK_NEAR(m.full_KiB, 650 * 2 * (16 + 8) * 4 / 1024.0, 1e-9 * m.full_KiB);
+    CHECK_NEAR(m.KiB, (all * 2 + sum.scored) * 16 * 2 * 4 / 1024, 1e-9 * m.KiB);
+    CHECK_NEAR(m.full_KiB, 650 * 2 * 2 * 16 * 4 / 1024.0, 1e-9 * m.full_KiB);
     // The formula counts the last block as full, and a compressed block for the beginning of one.
     CHECK(m.all <= m.formula && m.formula <= m.all + 64 + 2);
 }

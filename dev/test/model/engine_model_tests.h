@@ -325,15 +325,14 @@ TEST_ON(ModelEngines, model_resumed_equals_uninterrupted, false) {  // checkpoin
     using Dev = typename E::Dev;
     for (const int level : {0, 1, 2}) {
         TempFolder folder;
-        const char* const options = level == 2 ? ALL_OPTIONS : level == 1 ? "--v-head-dim 8" : "";
+        const char* const options = level == 2 ? ALL_OPTIONS : "";
         Config c = engine_config(std::string("--batch 1 --recompute 0 ") + options);
-        if (!has_shape<E>(*E::open(), "model_resumed", shape_of(c, 1, c.seq_len))) c.v_head_dim = 0;
         c.out = folder.path, c.recompute = level, c.layers = 1, c.seq_len = 32, c.total_batch = 64, c.init = "standard";
         c.optimizer = level == 1 ? "muon" : "adamw";
         c.qk_norm = level != 2;
         const World world;
         const auto dev = E::open();
-        E::set_way(*dev, c.v_head_dim ? 0 : E::WAYS - 1);
+        E::set_way(*dev, E::WAYS - 1);
         const auto steps = [&](Model<Dev>& model, DataLoader& loader, int64_t first, int64_t last) {
             Activations<Dev> a(*dev, c, 1, c.seq_len, TRAINING);
             for (int64_t step = first; step <= last; step++) {
@@ -426,10 +425,10 @@ void check_causality(const Config& c, int way) {
     ModelRun<typename E::Dev> run(*dev, c, 1);
     run.model.initialise();
     const NsaShape& s = run.a.shape;
-    const size_t T = size_t(s.T), C = size_t(c.dim), words = size_t(s.selection_words()), Dv = size_t(s.Dv());
+    const size_t T = size_t(s.T), C = size_t(c.dim), words = size_t(s.selection_words()), D = size_t(s.D);
     struct Seen {
         std::vector<typename E::Real> normed;
-        std::vector<std::vector<typename E::Real>> outputs;  // by layer: [branches, B, H, T, Dv]
+        std::vector<std::vector<typename E::Real>> outputs;  // by layer: [branches, B, H, T, D]
         std::vector<std::vector<uint32_t>> selections;
     };
     const auto look = [&](const std::vector<int32_t>& tokens) {
@@ -441,7 +440,7 @@ void check_causality(const Config& c, int way) {
         forward(run.model, run.a, tokens.data(), 0, s.T);
         Seen seen{download(run.a.normed, T * C), {}, run.selections()};
         for (const auto& layer : run.a.layer)
-            seen.outputs.push_back(download(layer.o, size_t(s.branches()) * s.query_rows() * Dv));
+            seen.outputs.push_back(download(layer.o, size_t(s.branches()) * s.query_rows() * D));
         return seen;
     };
     const Seen before = look(run.inputs);
@@ -456,7 +455,7 @@ void check_causality(const Config& c, int way) {
         CHECK(!same_start(after.normed, before.normed, changed * C, C));  // and it does change itself
         for (size_t layer = 0; layer < after.outputs.size(); layer++) {
             for (size_t row = 0; row < size_t(s.branches() * s.H); row++)
-                CHECK(same_start(after.outputs[layer], before.outputs[layer], row * T * Dv, changed * Dv));
+                CHECK(same_start(after.outputs[layer], before.outputs[layer], row * T * D, changed * D));
             for (size_t g = 0; !s.full && g < size_t(s.G); g++)
                 CHECK(same_start(after.selections[layer], before.selections[layer], g * T * words, changed * words));
         }
@@ -530,24 +529,6 @@ ENGINE_TEST(model_decoding_reads_what_the_formula_says) {
                              way);
         check_decoding_to<E>(70, std::string("--layers 1 --attention full ") + ALL_OPTIONS, way);
     }
-}
-
-// Values narrower than keys, and wider; by the plain kernels, since those on tensor cores take equal ones. Whole
-// vectors, as elsewhere: columns behind the last whole one lose the same bits only where as many keys are summed.
-TEST_ON(ModelEngines, model_values_of_another_dimension, false) {
-    const std::string all = ALL_OPTIONS;
-    for (const auto& [D, options] : {std::pair<int, std::string>(32, "--v-head-dim 16"),
-                                     {16, "--v-head-dim 32 --attention full"},
-                                     {16, "--v-head-dim 32 " + all}}) {
-        Config c = engine_config(options);
-        c.head_dim = D;
-        if (!has_shape<E>(*E::open(), "model_values_of_another_dimension", shape_of(c, 1, c.seq_len))) return;
-        check_model<E>(c, 0);
-        check_causality<E>(c, 0);
-        c.seq_len = 100;
-        check_decoding_of_model<E>(c, {37, 30, 1}, 0);
-    }
-    check_decoding_to<E>(100, "--layers 1 --cmp-block 8 --cmp-stride 4 --slc-count 4 --window 24 --v-head-dim 32", 0);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -640,7 +621,6 @@ ENGINE_TEST(golden_nsa) { check_golden<E>("nsa"); }
 ENGINE_TEST(golden_nsa_paper) { check_golden<E>("nsa_paper"); }
 ENGINE_TEST(golden_nsa_h1) { check_golden<E>("nsa_h1"); }
 ENGINE_TEST(golden_options) { check_golden<E>("options"); }
-ENGINE_TEST(golden_values) { check_golden<E>("values"); }
 ENGINE_TEST(golden_full) { check_golden<E>("full"); }
 ENGINE_TEST(golden_qk_norm) { check_golden<E>("qk_norm"); }
 ENGINE_TEST(golden_pattern) { check_golden<E>("pattern"); }

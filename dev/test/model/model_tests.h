@@ -510,20 +510,17 @@ TEST(model_flops_are_those_of_its_products) {
          {"--model tiny --seq-len 150", "--model tiny --seq-len 150 --attention full", "--model 125m --seq-len 2048",
           "--model 125m --seq-len 2048 --attention full", "--model tiny --seq-len 150 --head untied --smear 1",
           "--model tiny --seq-len 150 --attention window,window,full --layers 7 --window 33",
-          "--model tiny --seq-len 150 --attention window,nsa,nsa,full --layers 7",
-          "--model tiny --seq-len 150 --v-head-dim 20",
-          "--model tiny --seq-len 150 --v-head-dim 48 --attention full"}) {
+          "--model tiny --seq-len 150 --attention window,nsa,nsa,full --layers 7"}) {
         const Config c = config_of(options);
         std::vector<LayerKind> kinds = layer_kinds(c.attention);
         for (size_t i = 0; int64_t(kinds.size()) < c.layers; i++) kinds.push_back(kinds[i]);
         const double nsa = double(std::count(kinds.begin(), kinds.end(), NSA_LAYER)),  // layers
             full = double(std::count(kinds.begin(), kinds.end(), FULL_LAYER)), window = double(c.layers) - nsa - full;
         const double T = double(c.seq_len), C = double(c.dim), H = double(c.heads), G = double(c.kv_groups),
-                     D = double(c.head_dim), Dv = double(c.v_head_dim ? c.v_head_dim : c.head_dim),
-                     F = double(c.phi_hidden), l = double(c.cmp_block);
+                     D = double(c.head_dim), F = double(c.phi_hidden), l = double(c.cmp_block);
         // of one token
-        double weights = C * ((H * D + G * (D + Dv) + H * Dv + 2 * double(c.mlp_hidden)) * double(c.layers) +
-                              (2 * G * (D + Dv) + 3 * H) * nsa + double(c.vocab_size));
+        double weights = C * ((2 * (H + G) * D + 2 * double(c.mlp_hidden)) * double(c.layers) +
+                              (4 * G * D + 3 * H) * nsa + double(c.vocab_size));
         double pairs = 0, blocks = 0;  // of one head in all layers; compressed blocks of one group
         for (int t = 0; t < c.seq_len; t++)
             for (int key = 0; key <= t; key++) {
@@ -534,8 +531,8 @@ TEST(model_flops_are_those_of_its_products) {
                 pairs += nsa * (key * c.cmp_stride + c.cmp_block - 1 <= t);
                 blocks += t == c.seq_len - 1 && key * c.cmp_stride + c.cmp_block - 1 <= t;
             }
-        const double phi = G * blocks * (l + 1) * (D + Dv) * F * nsa;
-        const double expected = 6 * weights + (6 * phi + 6 * (D + Dv) * H * pairs) / T;
+        const double phi = G * blocks * (l + 1) * 2 * D * F * nsa;
+        const double expected = 6 * weights + (6 * phi + 12 * D * H * pairs) / T;
         CHECK_NEAR(model_flops_per_token(TensorTable(c).specs, shape_of(c, 1, c.seq_len), c.layers), expected,
                    1e-12 * expected);
     }

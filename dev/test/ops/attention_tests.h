@@ -20,10 +20,6 @@ inline NsaShape full(NsaShape s) {
     s.full = true;
     return s;
 }
-inline NsaShape with_values(NsaShape s, int Dv) {
-    s.v_head_dim = Dv;
-    return s;
-}
 inline NsaShape with_base(NsaShape s) {
     s.rope_base = 500;
     return s;
@@ -50,9 +46,8 @@ inline std::vector<NsaShape> attention_shapes(bool fast) {
         nsa_shape(1, 130, 1, 3, 40, 32, 16, 16, 4, 64),  // l > l'; D no multiple of 32
         nsa_shape(1, 130, 2, 2, 16, 16, 4, 20, 3, 7),    // l = 4 d
         nsa_shape(1, 270, 1, 2, 2, 8, 4, 4, 5, 300),     // 68 selection blocks: three words; w > T
-        with_values(nsa_shape(2, 70, 2, 3, 24, 8, 4, 16, 3, 33), 16),
-        with_values(nsa_shape(1, 67, 2, 2, 8, 8, 4, 16, 3, 20), 72),     // more than keys have, and than a warp's lanes
-        with_values(nsa_shape(1, 65, 1, 3, 192, 8, 4, 16, 3, 33), 128),  // the paper's
+        nsa_shape(2, 70, 2, 3, 24, 8, 4, 16, 3, 33),
+        nsa_shape(1, 65, 1, 3, 192, 8, 4, 16, 3, 33),  // the paper's D
     };
     if (fast)
         for (const NsaShape& s :
@@ -94,7 +89,6 @@ void check_split_heads(typename E::Dev& dev, const NsaShape& s) {
     Random random(70);
     const int P = s.projected(), D = s.D, first_slot = s.full ? K_WIN : K_CMP;
     Values projected = E::random_reals(random, size_t(s.B) * s.queries * P);
-    const auto width_of = [&](int slot) { return size_t(slot >= 0 && slot % 2 ? s.Dv() : D); };
     const auto turned_in = [](int slot) { return slot == K_SLC || slot == K_WIN; };
     const Values gains = E::random_reals(random, s.qk_norm ? size_t(s.full ? 2 : 4) * D : 0),
                  dgains = E::random_values(random, gains.size());
@@ -105,13 +99,13 @@ void check_split_heads(typename E::Dev& dev, const NsaShape& s) {
         const int gain = slot < 0 ? gain_row(first_slot - 2) : gain_row(slot);
         const bool turned = slot < 0 || turned_in(slot);
         const Nums x =
-            gain < 0 ? oracle::numbers(row, width_of(slot)) : oracle::rmsnorm(row, &gains[size_t(gain) * D], D).out;
+            gain < 0 ? oracle::numbers(row, size_t(D)) : oracle::rmsnorm(row, &gains[size_t(gain) * D], D).out;
         if (!turned) return gain < 0 ? x : E::stored(x);
         return E::stored(oracle::rope(x.data(), position, D, +1, s.rope_base));
     };
     Nums q(s.query_rows() * D), gate(s.full ? 0 : 3 * s.query_rows());
     std::vector<Nums> kv;
-    for (int slot = 0; slot < 6; slot++) kv.emplace_back(s.key_rows() * width_of(slot));
+    for (int slot = 0; slot < 6; slot++) kv.emplace_back(s.key_rows() * D);
     for (int b = 0; b < s.B; b++)
         for (int j = 0; j < s.queries; j++) {
             auto* row = &projected[(size_t(b) * s.queries + j) * P];
@@ -120,10 +114,10 @@ void check_split_heads(typename E::Dev& dev, const NsaShape& s) {
                 std::copy(turned.begin(), turned.end(), &q[((size_t(b) * s.H + head) * s.queries + j) * D]);
             }
             for (int slot = first_slot; slot <= V_WIN; slot++)
-                for (int g = 0; g < s.G; g++, row += width_of(slot)) {
+                for (int g = 0; g < s.G; g++, row += D) {
                     const Nums values = placed(row, slot, s.first + j);
                     std::copy(values.begin(), values.end(),
-                              &kv[size_t(slot)][((size_t(b) * s.G + g) * s.T + s.first + j) * width_of(slot)]);
+                              &kv[size_t(slot)][((size_t(b) * s.G + g) * s.T + s.first + j) * D]);
                 }
             if (s.full) continue;
             if (j == 0) row[0] = 1000;
@@ -151,10 +145,10 @@ void check_split_heads(typename E::Dev& dev, const NsaShape& s) {
         std::vector<Values> all = {q_out.host(), gate_out.host()};
         for (int slot = first_slot; slot <= V_WIN; slot++) {
             const long outside = long(s.B) * s.G * (s.T - s.queries);  // positions of other calls
-            CHECK_EQUAL(heads.kv[size_t(slot)]->unwritten(), outside * long(width_of(slot)));
+            CHECK_EQUAL(heads.kv[size_t(slot)]->unwritten(), outside * D);
             all.push_back(heads.kv[size_t(slot)]->host());
             for (size_t i = 0; i < all.back().size(); i++)
-                if (const int t = int(i / width_of(slot) % s.T); t < s.first || t >= s.first + s.queries)
+                if (const int t = int(i / D % s.T); t < s.first || t >= s.first + s.queries)
                     all.back()[i] = 0;  // as in the oracle's array
         }
         return all;
@@ -162,7 +156,7 @@ void check_split_heads(typename E::Dev& dev, const NsaShape& s) {
     CHECK_ARRAY(outputs[0], q, s.B, s.H, s.queries, D);
     CHECK_ARRAY(outputs[1], gate, 3, s.B, s.H, s.queries);
     for (size_t i = 2; i < outputs.size(); i++)
-        CHECK_ARRAY(outputs[i], kv[size_t(first_slot) + i - 2], s.B, s.G, s.T, int(width_of(first_slot + int(i) - 2)));
+        CHECK_ARRAY(outputs[i], kv[size_t(first_slot) + i - 2], s.B, s.G, s.T, D);
     if (s.queries != s.T) return;
 
     // Backward: each gradient goes to the columns its head came from, turned back.
@@ -188,7 +182,7 @@ void check_split_heads(typename E::Dev& dev, const NsaShape& s) {
     const auto append = [&](const typename E::Value* d, const typename E::Value* x, int slot, int t) {
         const int row = slot < 0 ? gain_row(first_slot - 2) : gain_row(slot);
         const bool turned = slot < 0 || turned_in(slot);
-        Nums values = turned ? oracle::rope(d, t, D, -1, s.rope_base) : oracle::numbers(d, width_of(slot));
+        Nums values = turned ? oracle::rope(d, t, D, -1, s.rope_base) : oracle::numbers(d, size_t(D));
         if (row >= 0) {
             const auto* gain = &gains[size_t(row) * D];
             const Num rstd = oracle::rmsnorm(x, gain, D).rstd;
@@ -204,8 +198,8 @@ void check_split_heads(typename E::Dev& dev, const NsaShape& s) {
             for (int head = 0; head < s.H; head++, x += D)
                 append(&dq[((size_t(b) * s.H + head) * s.T + t) * D], x, -1, t);
             for (int slot = first_slot; slot <= V_WIN; slot++)
-                for (int g = 0; g < s.G; g++, x += width_of(slot))
-                    append(&dkv[size_t(slot)][((size_t(b) * s.G + g) * s.T + t) * width_of(slot)], x, slot, t);
+                for (int g = 0; g < s.G; g++, x += D)
+                    append(&dkv[size_t(slot)][((size_t(b) * s.G + g) * s.T + t) * D], x, slot, t);
             for (int i = 0; i < s.gate_columns(); i++)
                 expected.push_back(
                     i < 3 * s.H ? E::stored(Num(dgate[((size_t(i % 3) * s.B + b) * s.H + i / 3) * s.T + t])) : Num(0));
@@ -215,14 +209,12 @@ void check_split_heads(typename E::Dev& dev, const NsaShape& s) {
 }
 ENGINE_TEST(split_heads) {
     const auto dev = E::open();  // one engine for all: its RoPE table has to follow D, T and the base
-    for (const NsaShape& s : with_parts(
-             {nsa_shape(2, 33, 2, 3, 16, 8, 4, 16, 3, 9), nsa_shape(1, 70, 1, 1, 64, 8, 4, 16, 3, 9),
-              nsa_shape(1, 513, 1, 2, 2, 8, 4, 16, 3, 9), nsa_shape(1, 5, 2, 4, 32, 8, 4, 16, 3, 9),
-              nsa_shape(1, 7, 3, 5, 6, 8, 4, 16, 3, 9), nsa_shape(2, 5, 1, 3, 58, 8, 4, 16, 3, 9),
-              with_values(nsa_shape(2, 9, 2, 3, 48, 8, 4, 16, 3, 9), 32),
-              with_values(nsa_shape(1, 9, 2, 2, 16, 8, 4, 16, 3, 9), 80),
-              with_values(nsa_shape(1, 9, 2, 2, 16, 8, 4, 16, 3, 9), 10), nsa_shape(2, 40, 1, 1, 16, 8, 4, 16, 3, 9),
-              with_base(nsa_shape(2, 40, 1, 1, 16, 8, 4, 16, 3, 9))}))
+    for (const NsaShape& s :
+         with_parts({nsa_shape(2, 33, 2, 3, 16, 8, 4, 16, 3, 9), nsa_shape(1, 70, 1, 1, 64, 8, 4, 16, 3, 9),
+                     nsa_shape(1, 513, 1, 2, 2, 8, 4, 16, 3, 9), nsa_shape(1, 5, 2, 4, 32, 8, 4, 16, 3, 9),
+                     nsa_shape(1, 7, 3, 5, 6, 8, 4, 16, 3, 9), nsa_shape(2, 5, 1, 3, 58, 8, 4, 16, 3, 9),
+                     nsa_shape(2, 9, 2, 3, 48, 8, 4, 16, 3, 9), nsa_shape(2, 40, 1, 1, 16, 8, 4, 16, 3, 9),
+                     with_base(nsa_shape(2, 40, 1, 1, 16, 8, 4, 16, 3, 9))}))
         for (NsaShape shape : {s, full(s)})
             for (shape.qk_norm = 0; shape.qk_norm < 2; shape.qk_norm++)
                 if (has_shape<E>(*dev, "split_heads", shape)) check_split_heads<E>(*dev, shape);
@@ -304,11 +296,9 @@ template <class E>
 void check_compress_backward(typename E::Dev& dev, const NsaShape& s, Random& random, const typename E::Values& k,
                              const typename E::Values& v, const HostPhi<E>& phi_k, const HostPhi<E>& phi_v) {
     using Values = typename E::Values;
-    const NsaShape of_v = s.of_values();
     const size_t rows = size_t(s.B) * s.G * oracle::blocks(s.T, s), keys = rows * s.D;
-    const Values dout = E::random_reals(random, rows * (s.D + s.Dv())),
-                 hidden = E::random_reals(random, 2 * rows * s.F);
-    const HostPhi<E> before_k(random, s), before_v(random, of_v);
+    const Values dout = E::random_reals(random, rows * 2 * s.D), hidden = E::random_reals(random, 2 * rows * s.F);
+    const HostPhi<E> before_k(random, s), before_v(random, s);
     const auto all = in_every_order<E>([&]() -> std::vector<Values> {
         Reals<E> in(dev, joined(k, v)), fc1(dev, joined(phi_k.fc1, phi_v.fc1)),
             bias(dev, joined(phi_k.bias, phi_v.bias)), fc2(dev, joined(phi_k.fc2, phi_v.fc2)), d(dev, dout),
@@ -330,8 +320,8 @@ void check_compress_backward(typename E::Dev& dev, const NsaShape& s, Random& ra
     }
     check_compress_gradients<E>(of_keys, before_k, slice_of(dout, 0, keys), slice_of(hidden, 0, rows * s.F), k, phi_k,
                                 true, s);
-    check_compress_gradients<E>(of_values, before_v, slice_of(dout, keys, rows * s.Dv()),
-                                slice_of(hidden, rows * s.F, rows * s.F), v, phi_v, false, of_v);
+    check_compress_gradients<E>(of_values, before_v, slice_of(dout, keys, rows * s.D),
+                                slice_of(hidden, rows * s.F, rows * s.F), v, phi_v, false, s);
 }
 // out and hidden: those of blocks begin .. end-1.
 template <class E>
@@ -371,27 +361,27 @@ void check_compressed(const typename E::Values& out, const typename E::Values& o
 template <class E>
 void check_compress(typename E::Dev& dev, const NsaShape& s) {
     using Values = typename E::Values;
-    if (s.D % E::COLUMNS || s.Dv() % E::COLUMNS || s.F % E::COLUMNS) return;
+    if (s.D % E::COLUMNS || s.F % E::COLUMNS) return;
     const ShapeReport report(s, E::name);
     Random random(80);
     const int NC = oracle::blocks(s.T, s), begin = oracle::blocks(s.first, s),
-              end = oracle::blocks(s.first + s.queries, s), widths[] = {s.D, s.Dv(), s.F, s.F};
+              end = oracle::blocks(s.first + s.queries, s), widths[] = {s.D, s.D, s.F, s.F};
     const size_t groups = size_t(s.B) * s.G, tokens = groups * s.T, rows = groups * NC;
-    const Values k = E::random_reals(random, tokens * s.D), v = E::random_reals(random, tokens * s.Dv());
-    const HostPhi<E> phi_k(random, s), phi_v(random, s.of_values());
+    const Values k = E::random_reals(random, tokens * s.D), v = E::random_reals(random, tokens * s.D);
+    const HostPhi<E> phi_k(random, s), phi_v(random, s);
     const auto outputs = in_every_order<E>([&]() -> std::vector<Values> {
         Reals<E> in(dev, joined(k, v)), fc1(dev, joined(phi_k.fc1, phi_v.fc1)),
-            bias(dev, joined(phi_k.bias, phi_v.bias)), fc2(dev, joined(phi_k.fc2, phi_v.fc2)),
-            out(dev, rows * (s.D + s.Dv())), hidden(dev, 2 * rows * s.F);
+            bias(dev, joined(phi_k.bias, phi_v.bias)), fc2(dev, joined(phi_k.fc2, phi_v.fc2)), out(dev, rows * 2 * s.D),
+            hidden(dev, 2 * rows * s.F);
         const size_t to_v = BETWEEN_HEADS;
         dev.compress_forward(
             out, hidden, in, in + k.size() + to_v,
             {{fc1, bias, fc2}, {fc1 + phi_k.fc1.size() + to_v, bias + s.F + to_v, fc2 + phi_k.fc2.size() + to_v}}, s);
         const long left = long(groups) * (NC - (end - begin));
-        CHECK_EQUAL(out.unwritten(), left * (s.D + s.Dv()));
+        CHECK_EQUAL(out.unwritten(), left * 2 * s.D);
         CHECK_EQUAL(hidden.unwritten(), left * 2 * s.F);
         const Values all = out.host(), all_hidden = hidden.host();
-        const Values whole[] = {slice_of(all, 0, rows * s.D), slice_of(all, rows * s.D, rows * s.Dv()),
+        const Values whole[] = {slice_of(all, 0, rows * s.D), slice_of(all, rows * s.D, rows * s.D),
                                 slice_of(all_hidden, 0, rows * s.F), slice_of(all_hidden, rows * s.F, rows * s.F)};
         std::vector<Values> computed(4);  // the blocks of this call
         for (size_t i = 0; i < 4; i++)
@@ -401,7 +391,7 @@ void check_compress(typename E::Dev& dev, const NsaShape& s) {
         return computed;
     });
     check_compressed<E>(outputs[0], outputs[2], begin, end, k, phi_k, true, s);
-    check_compressed<E>(outputs[1], outputs[3], begin, end, v, phi_v, false, s.of_values());
+    check_compressed<E>(outputs[1], outputs[3], begin, end, v, phi_v, false, s);
     if (s.queries == s.T) check_compress_backward<E>(dev, s, random, k, v, phi_k, phi_v);
 }
 ENGINE_TEST(compress) {
@@ -411,8 +401,7 @@ ENGINE_TEST(compress) {
                     nsa_shape(2, 32, 1, 1, 16, 32, 16, 64, 3, 9), nsa_shape(1, 70, 2, 1, 16, 16, 4, 16, 3, 9),
                     nsa_shape(1, 9, 1, 1, 8, 1, 1, 4, 3, 9), nsa_shape(1, 41, 1, 1, 8, 12, 4, 16, 3, 9),
                     nsa_shape(2, 50, 1, 1, 8, 4, 4, 16, 3, 9), with_base(nsa_shape(2, 50, 1, 1, 8, 4, 4, 16, 3, 9)),
-                    with_values(nsa_shape(2, 36, 2, 1, 16, 8, 4, 16, 3, 9), 8),
-                    with_values(nsa_shape(1, 33, 1, 1, 8, 8, 4, 16, 3, 9), 24)});
+                    nsa_shape(2, 36, 2, 1, 16, 8, 4, 16, 3, 9)});
     for (const NsaShape& s : attention_shapes(true))
         if (E::FAST && s.T * s.D * s.l / s.d < 20000) shapes.push_back(s);
     shapes.push_back(nsa_shape(1, 100, 1, 1, 64, 32, 16, 64, 16, 512));  // the preset's l, d, D
@@ -435,7 +424,7 @@ void select_alone(Dev& dev, uint32_t* selection, Stat* share, const real* q, con
     if constexpr (SelectsAlone<Dev>::value) {
         dev.select_blocks(selection, share, q, kc, lse, s);
     } else {
-        real* const out = dev.template allocate<real>(s.query_rows() * s.Dv());
+        real* const out = dev.template allocate<real>(s.query_rows() * s.D);
         Stat* const again = dev.template allocate<Stat>(s.query_rows());
         dev.attend_and_select(out, again, selection, share, q, kc, vc, s);
         dev.release(out);
@@ -486,8 +475,8 @@ void check_selection(const uint32_t* found, const real* share, const real* q, co
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The attention branches and the gated sum. o [branches, B, H, queries, Dv], gate and lse [branches, B, H, queries],
-// out and dout [B, queries, H, Dv]; full attention has one branch, whose gate is 1.
+// The attention branches and the gated sum. o [branches, B, H, queries, D], gate and lse [branches, B, H, queries],
+// out and dout [B, queries, H, D]; full attention has one branch, whose gate is 1.
 
 // Calls visit(row of [branches, B, H, queries], row of [B, queries, H]).
 template <class Visit>
@@ -499,11 +488,11 @@ void for_branch_rows(const NsaShape& s, Visit visit) {
 }
 template <class E>
 typename E::Nums expected_gated_sum(const typename E::Values& o, const typename E::Values& gate, const NsaShape& s) {
-    const int Dv = s.Dv();
-    std::vector<typename E::Sum> sums(s.query_rows() * Dv);
+    const int D = s.D;
+    std::vector<typename E::Sum> sums(s.query_rows() * D);
     for_branch_rows(s, [&](size_t row, size_t by_token) {
-        for (int x = 0; x < Dv; x++)
-            sums[by_token * Dv + x].add(typename E::Num(s.full ? 1 : gate[row]) * typename E::Num(o[row * Dv + x]));
+        for (int x = 0; x < D; x++)
+            sums[by_token * D + x].add(typename E::Num(s.full ? 1 : gate[row]) * typename E::Num(o[row * D + x]));
     });
     return E::stored(oracle::numbers(sums));
 }
@@ -530,7 +519,7 @@ RowTerms<E> check_sum_and_rows(typename E::Dev& dev, const typename E::Values& d
     typename E::Nums expected_dot, expected_gated, expected_dz;
     for_branch_rows(s, [&](size_t row, size_t by_token) {
         typename E::Sum dot;
-        for (int x = 0, Dv = s.Dv(); x < Dv; x++) dot.add(Num(dout[by_token * Dv + x]) * Num(o[row * Dv + x]));
+        for (int x = 0, D = s.D; x < D; x++) dot.add(Num(dout[by_token * D + x]) * Num(o[row * D + x]));
         const Num g(s.full ? 1 : gate[row]), shift(lse[row]);
         expected_dot.push_back(dot);
         expected_gated.push_back(std::isinf(shift.value) ? shift : shift - log(g));
@@ -539,7 +528,7 @@ RowTerms<E> check_sum_and_rows(typename E::Dev& dev, const typename E::Values& d
     CHECK_ARRAY(found[0], expected_dot);
     CHECK_ARRAY(found[1], expected_gated);
     CHECK_ARRAY(found[2], expected_dz);
-    CHECK_ARRAY(found[3], expected_gated_sum<E>(o, gate, s), s.B, s.queries, s.H, s.Dv());
+    CHECK_ARRAY(found[3], expected_gated_sum<E>(o, gate, s), s.B, s.queries, s.H, s.D);
     return {found[0], found[1]};
 }
 template <class E>
@@ -550,12 +539,12 @@ typename E::Values random_gates(Random& random, size_t count, bool extreme = fal
         for (size_t i = 0; i < count; i += 3) gate[i] = typename E::Value(i % 2 ? 1 : std::exp(-87.0));
     return gate;
 }
-// Dimensions of values that whole attention may not have, odd ones too, and more than lanes take at once.
+// Dimensions that whole attention may not have, odd ones too, and more than lanes take at once.
 ENGINE_TEST(gated_sum_and_row_terms) {
     const auto dev = E::open();
     for (const int D : {1, 3, 37, 63, 64, 128, 296, 320})
         for (const bool is_full : {false, true}) {
-            NsaShape s = part_of(with_values(nsa_shape(2, 17, 2, 3, 16, 8, 4, 16, 3, 9), D), 4, 13);
+            NsaShape s = part_of(nsa_shape(2, 17, 2, 3, D, 8, 4, 16, 3, 9), 4, 13);
             s.full = is_full;
             const ShapeReport report(s, E::name);
             Random random(97);
@@ -580,11 +569,11 @@ struct AttentionInputs {
     AttentionInputs(const AttentionSetup& x, Random& random) {
         const NsaShape& s = x.s;
         q = E::random_reals(random, s.query_rows() * s.D, x.score_scale);
-        dout = E::random_reals(random, s.query_rows() * s.Dv());
+        dout = E::random_reals(random, s.query_rows() * s.D);
         gate = random_gates<E>(random, 3 * s.query_rows(), x.extreme_gates);
         for (Branch branch : {CMP, SLC, WIN}) {
             const size_t count = s.has(branch) ? size_t(s.B) * s.G * oracle::key_rows(branch, s) : 0;
-            k.push_back(E::random_reals(random, count * s.D)), v.push_back(E::random_reals(random, count * s.Dv()));
+            k.push_back(E::random_reals(random, count * s.D)), v.push_back(E::random_reals(random, count * s.D));
         }
     }
 };
@@ -598,7 +587,7 @@ template <class E>
 AttentionOutputs<E> run_attention(typename E::Dev& dev, const AttentionInputs<E>& in, const AttentionSetup& x) {
     using Values = typename E::Values;
     const NsaShape& s = x.s;
-    const size_t rows = s.query_rows(), values = rows * s.Dv(), tokens = size_t(s.B) * s.G * s.queries,
+    const size_t rows = s.query_rows(), values = rows * s.D, tokens = size_t(s.B) * s.G * s.queries,
                  words = s.full ? 0 : tokens * oracle::selection_words(s);
     std::vector<uint32_t> masks, masks_alone;
     const auto outputs = in_every_order<E>([&]() -> std::vector<Values> {
@@ -648,7 +637,7 @@ void check_attention(typename E::Dev& dev, const AttentionSetup& x) {
     const ShapeReport report(s, E::name);
     Random random(90);
     const AttentionInputs<E> in(x, random);
-    const size_t rows = s.query_rows(), values = rows * s.Dv(), elements = rows * s.D;
+    const size_t rows = s.query_rows(), values = rows * s.D, elements = rows * s.D;
     const auto numbers = [](const Values& all) { return Nums(all.begin(), all.end()); };
     const auto part = [&](const Values& all, Branch branch, size_t count) {
         const auto from = all.begin() + ptrdiff_t(size_t(s.branch_slot(branch)) * count);
@@ -658,7 +647,7 @@ void check_attention(typename E::Dev& dev, const AttentionSetup& x) {
     for (Branch branch : branches_of(s)) {
         const auto expected = oracle::attention<typename E::Value>(
             branch, numbers(in.q), numbers(in.k[branch]), numbers(in.v[branch]), found.masks.data(), s, x.bf16);
-        CHECK_ARRAY(part(found.o, branch, values), E::stored(expected.out), s.B, s.H, s.queries, s.Dv());
+        CHECK_ARRAY(part(found.o, branch, values), E::stored(expected.out), s.B, s.H, s.queries, s.D);
         CHECK_ARRAY(part(found.lse, branch, rows), expected.lse, s.B, s.H, s.queries);
     }
     // From the outputs as they were stored.
@@ -683,7 +672,7 @@ void check_attention(typename E::Dev& dev, const AttentionSetup& x) {
             numbers(lse_gated), found.masks.data(), s, x.bf16);
         const int key_rows = oracle::key_rows(branch, s);
         CHECK_ARRAY(gradients[1], E::stored(oracle::numbers(expected.dk)), s.B, s.G, key_rows, s.D);
-        CHECK_ARRAY(gradients[2], E::stored(oracle::numbers(expected.dv)), s.B, s.G, key_rows, s.Dv());
+        CHECK_ARRAY(gradients[2], E::stored(oracle::numbers(expected.dv)), s.B, s.G, key_rows, s.D);
         CHECK_ARRAY(gradients[3], oracle::numbers(expected.dq), s.B, s.H, s.T, s.D);
         for (size_t i = 0; i < elements; i++) {
             expected.dq[i].add(dq[i]);
@@ -712,7 +701,7 @@ inline std::vector<AttentionSetup> attention_parts(bool fast) {
     std::vector<AttentionSetup> table;
     std::vector<NsaShape> shapes = {nsa_shape(2, 65, 1, 3, 16, 8, 4, 16, 3, 33),
                                     nsa_shape(1, 130, 2, 2, 8, 16, 4, 20, 4, 7),
-                                    with_values(nsa_shape(1, 70, 2, 2, 16, 8, 4, 16, 3, 20), 24)};
+                                    nsa_shape(1, 70, 2, 2, 24, 8, 4, 16, 3, 20)};
     if (fast) shapes = attention_shapes(true);
     for (const NsaShape& s : with_parts(shapes))
         if (s.queries < s.T && (s.first > 0 || s.T <= 130))
@@ -724,7 +713,7 @@ inline std::vector<AttentionSetup> full_attention() {
     std::vector<AttentionSetup> table;  // over all tokens, whatever the window
     for (const NsaShape& s : {nsa_shape(2, 1, 1, 2, 16, 8, 4, 16, 3, 1), nsa_shape(1, 65, 2, 3, 16, 8, 4, 16, 3, 2),
                               nsa_shape(2, 70, 2, 3, 16, 8, 4, 16, 3, 5), nsa_shape(1, 130, 1, 2, 2, 8, 4, 16, 3, 2),
-                              with_values(nsa_shape(2, 70, 2, 3, 16, 8, 4, 16, 3, 5), 24)})
+                              nsa_shape(2, 70, 2, 3, 24, 8, 4, 16, 3, 5)})
         table.push_back({full(s)});
     return table;
 }

@@ -17,8 +17,7 @@ struct HeadBuffers {
     std::vector<Buffer<real>> kv;
     explicit HeadBuffers(const NsaShape& s)
         : q(size_t(s.B) * s.H * s.queries * s.D, "q"), gate(s.full ? 0 : size_t(3) * s.B * s.H * s.queries, "gate") {
-        for (int slot = 0; slot < 6; slot++)
-            kv.emplace_back(s.full && slot < K_WIN ? 0 : s.key_rows() * s.slot_dim(slot), "kv");
+        for (int slot = 0; slot < 6; slot++) kv.emplace_back(s.full && slot < K_WIN ? 0 : s.key_rows() * s.D, "kv");
     }
     typename Cpu<real>::Heads heads() { return {q, {kv[0], kv[1], kv[2], kv[3], kv[4], kv[5]}, gate}; }
     typename Cpu<real>::HeadGradients gradients() { return {q, {kv[0], kv[1], kv[2], kv[3], kv[4], kv[5]}, gate}; }

@@ -85,11 +85,9 @@ TEST(op_shapes) {
             s.full = true;
             CHECK_EQUAL(s.projected(), (s.H + 2 * s.G) * s.D);
             CHECK_EQUAL(s.cmp_capacity(), 0);
-            s.v_head_dim = 10;
-            CHECK_EQUAL(s.projected(), s.H * s.D + s.G * (s.D + 10));
+            CHECK_EQUAL(s.slot_column(V_WIN), (s.H + s.G) * s.D);
             s.full = false;
-            CHECK_EQUAL(s.projected() - s.gate_columns(), s.H * s.D + 3 * s.G * (s.D + 10));
-            CHECK_EQUAL(s.slot_column(V_SLC), s.H * s.D + s.G * (2 * s.D + 10));
+            CHECK_EQUAL(s.slot_column(V_SLC), (s.H + 3 * s.G) * s.D);
         }
 }
 

@@ -363,27 +363,27 @@ inline std::vector<int> visible(Branch branch, int t, const uint32_t* mask, cons
     return keys;
 }
 
-// One branch for the positions first .. first+queries-1. q [B, H, queries, D], k [B, G, key rows, D], v [B, G, key
-// rows, Dv], selection [B, G, queries, words]. tile: the smallest that the engine may cut the keys into, if not the
-// branch's own. The engine's softmax may rescale at each tile what it has summed: one product with one exponential, 5u,
-// so the limit of a query depends on how many keys it sees, and queries are computed one by one.
+// One branch for the positions first .. first+queries-1. q [B, H, queries, D], k, v [B, G, key rows, D],
+// selection [B, G, queries, words]. tile: the smallest that the engine may cut the keys into, if not the branch's own.
+// The engine's softmax may rescale at each tile what it has summed: one product with one exponential, 5u, so the limit
+// of a query depends on how many keys it sees, and queries are computed one by one.
 template <class real>
 struct Attended {
-    Numbers<real> out, lse;  // [B, H, queries, Dv], [B, H, queries]
+    Numbers<real> out, lse;  // [B, H, queries, D], [B, H, queries]
 };
 template <class real>
 Attended<real> attention(Branch branch, const Numbers<real>& q, const Numbers<real>& k, const Numbers<real>& v,
                          const uint32_t* selection, const NsaShape& s, bool bf16 = false, int tile = 0) {
     const int h = s.H / s.G, most = tile ? tile : smallest_tile(branch, s);
-    const size_t D = size_t(s.D), Dv = size_t(s.Dv());
-    Attended<real> all{Numbers<real>(s.query_rows() * Dv), Numbers<real>(s.query_rows())};
+    const size_t D = size_t(s.D);
+    Attended<real> all{Numbers<real>(s.query_rows() * D), Numbers<real>(s.query_rows())};
     NsaShape one = s;
     one.B = one.G = 1, one.H = h, one.queries = 1;
 #pragma omp parallel firstprivate(one)
     {
         Specification<real> specification;
         specification.gemm.bf16 = bf16;
-        Numbers<real> rows(size_t(h) * D), out(size_t(h) * Dv), lse(static_cast<size_t>(h));
+        Numbers<real> rows(size_t(h) * D), out(size_t(h) * D), lse(static_cast<size_t>(h));
 #pragma omp for collapse(2) schedule(dynamic, 8)
         for (int group = 0; group < s.B * s.G; group++)
             for (int t = s.first; t < s.first + s.queries; t++) {
@@ -394,10 +394,10 @@ Attended<real> attention(Branch branch, const Numbers<real>& q, const Numbers<re
                 one.first = t;
                 softmax_rescaling = gamma<real>(5.0 * double(visible(branch, t, mask, one).size() / size_t(most) + 1));
                 specification.attention_forward(branch, out.data(), lse.data(), rows.data(), k.data() + keys_at * D,
-                                                v.data() + keys_at * Dv, mask, one);
+                                                v.data() + keys_at * D, mask, one);
                 softmax_rescaling = 0;
                 for (int head = 0; head < h; head++) {
-                    std::copy_n(&out[size_t(head) * Dv], Dv, &all.out[row(head) * Dv]);
+                    std::copy_n(&out[size_t(head) * D], D, &all.out[row(head) * D]);
                     all.lse[row(head)] = lse[size_t(head)];
                 }
             }
@@ -406,7 +406,7 @@ Attended<real> attention(Branch branch, const Numbers<real>& q, const Numbers<re
 }
 
 // Gradients of one branch from row_dot and lse_gated [B, H, queries], as the engine is given them: dq [B, H, queries,
-// D] (this branch's share), dk [B, G, key rows, D], dv [B, G, key rows, Dv]. dout [B*queries, H*Dv].
+// D] (this branch's share), dk, dv [B, G, key rows, D]. dout [B*queries, H*D].
 template <class real>
 struct AttentionGradients {
     std::vector<Sum<real>> dq, dk, dv;
@@ -438,8 +438,8 @@ AttentionGradients<real> attention_backward(Branch branch, const Numbers<real>& 
             const size_t row = s.query_row(head, t);
             const N open = gate ? N(gate[row]) : N(1);
             Sum<real> r;
-            for (size_t x = 0, Dv = size_t(s.Dv()); x < Dv; x++)
-                r.add(N(dout[s.output_row(head, t) * Dv + x]) * forward.out[row * Dv + x]);
+            for (size_t x = 0, D = size_t(s.D); x < D; x++)
+                r.add(N(dout[s.output_row(head, t) * D + x]) * forward.out[row * D + x]);
             row_dot[row] = r;
             lse_gated[row] = forward.lse[row] - log(open);
             dz[row] = N(r) * open * (N(1) - open);

@@ -60,10 +60,10 @@ TEST(run_config_and_manifest_hold_every_field) {
     const std::string checkpoint = out + "/step_00000001/";
     const Json config = parse_json(read_file(checkpoint + "config.json"), "config.json");
     const std::map<std::string, double> numbers = {
-        {"layers", 1},      {"dim", 16},        {"heads", 2},     {"kv_groups", 1},    {"head_dim", 8},
-        {"cmp_block", 8},   {"cmp_stride", 4},  {"slc_block", 8}, {"slc_count", 4},    {"window", 16},
-        {"phi_hidden", 8},  {"mlp_hidden", 32}, {"seq_len", 64},  {"vocab_size", 256}, {"rope_base", 10000},
-        {"norm_eps", 1e-6}, {"v_head_dim", 0}};
+        {"layers", 1},    {"dim", 16},         {"heads", 2},         {"kv_groups", 1},
+        {"head_dim", 8},  {"cmp_block", 8},    {"cmp_stride", 4},    {"slc_block", 8},
+        {"slc_count", 4}, {"window", 16},      {"phi_hidden", 8},    {"mlp_hidden", 32},
+        {"seq_len", 64},  {"vocab_size", 256}, {"rope_base", 10000}, {"norm_eps", 1e-6}};
     const std::map<std::string, std::string> texts = {
         {"architecture", "nsa"}, {"attention", "nsa"}, {"branches", "all"}, {"tokenizer", "bytes"},
         {"qk_norm", "off"},      {"smear", "off"},     {"head", "tied"}};

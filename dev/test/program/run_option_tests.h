@@ -189,7 +189,6 @@ TEST(run_contradictions_between_options_are_refused) {
         {{{"heads", "3"}, {"kv-groups", "2"}}, {"--heads 3", "--kv-groups 2"}},
         {{{"heads", "2"}, {"kv-groups", "4"}}, {"--heads 2", "--kv-groups 4"}},
         {{{"head-dim", "9"}}, {"--head-dim 9"}},
-        {{{"v-head-dim", "9"}}, {"--v-head-dim 9"}},
         {{{"cmp-block", "10"}}, {"--cmp-block 10", "--cmp-stride 4"}},
         {{{"cmp-block", "4"}, {"cmp-stride", "8"}}, {"--cmp-block 4", "--cmp-stride 8"}},
         {{{"slc-block", "10"}}, {"--slc-block 10", "--cmp-stride 4"}},

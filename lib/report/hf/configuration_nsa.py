@@ -24,7 +24,7 @@ class NsaConfig(PretrainedConfig):
         dim=128,             # C, width of the residual stream
         heads=4,             # H, query heads
         kv_groups=2,         # G, groups of heads that share keys and values
-        head_dim=32,         # D, of the queries and keys
+        head_dim=32,         # D
         cmp_block=16,        # l, tokens of a compressed block
         cmp_stride=8,        # d, tokens between compressed blocks
         slc_block=16,        # l', tokens of a selection block
@@ -42,7 +42,6 @@ class NsaConfig(PretrainedConfig):
         rope_base=10000,     # of RoPE's angles
         norm_eps=1e-6,
         qk_norm="off",       # "on": RMSNorm of every head of the queries and keys, before RoPE
-        v_head_dim=0,        # Dv, of the values; 0: head_dim
         bos_token_id=None,   # stands before every document
         eos_token_id=None,   # the same
         **kwargs,
@@ -54,7 +53,6 @@ class NsaConfig(PretrainedConfig):
         self.heads = heads
         self.kv_groups = kv_groups
         self.head_dim = head_dim
-        self.v_head_dim = v_head_dim or head_dim
         self.cmp_block = cmp_block
         self.cmp_stride = cmp_stride
         self.slc_block = slc_block

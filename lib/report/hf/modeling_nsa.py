@@ -2,8 +2,7 @@
 
 `./train_nsa export` writes this file. It computes what train_nsa's dev/MODEL.md specifies, with the same names; "step"
 and "Eq." are numbers there and in the paper. Shapes: B sequences, N new tokens, S tokens so far (those of the cache
-and the new ones), C width, G groups of h heads, D and Dv head dimensions, NC compressed blocks, l, d, l', n, w as in
-NsaConfig.
+and the new ones), C width, G groups of h heads, D head dimension, NC compressed blocks, l, d, l', n, w as in NsaConfig.
 """
 
 import copy
@@ -40,8 +39,8 @@ class NsaCache:
     def __init__(self, layers):
         self.tokens = 0
         self.last = None  # the embedding of the last token [B, 1, C], for the smear
-        # Per layer, by name: k_win, v_win, k_slc, v_slc [B, G, S, D or Dv], compressed k_cmp, v_cmp [B, G, NC, the
-        # same], and the rows that the next compressed block will be made of, k_rows, v_rows [B, G, below l, the same].
+        # Per layer, by name: k_win, v_win, k_slc, v_slc [B, G, S, D], compressed k_cmp, v_cmp [B, G, NC, D], and the
+        # rows that the next compressed block will be made of, k_rows, v_rows [B, G, below l, D].
         self.layers = [{} for _ in range(layers)]
 
     def get_seq_length(self, layer=0):
@@ -96,8 +95,8 @@ def rope(x, angles):
 
 
 def attend(q, k, v, visible):
-    """Softmax attention. q [B, G, h, N, D], k [B, G, S, D], v [B, G, S, Dv], visible [B or 1, G or 1, N, S] -> outputs
-    [B, G, h, N, Dv] and weights [B, G, h, N, S]. A query that sees no key has weights 0 and output 0."""
+    """Softmax attention. q [B, G, h, N, D], k, v [B, G, S, D], visible [B or 1, G or 1, N, S] -> outputs [B, G, h,
+    N, D] and weights [B, G, h, N, S]. A query that sees no key has weights 0 and output 0."""
     visible = visible[:, :, None]
     scores = (q @ k[:, :, None].transpose(-1, -2)).float() / math.sqrt(q.shape[-1])
     scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
@@ -150,12 +149,12 @@ class NsaVector(nn.Module):
 class NsaPhi(nn.Module):
     """Step 3, Eq. (7): a block of l rows becomes one, their mean plus a small MLP of all of them."""
 
-    def __init__(self, c, width):
+    def __init__(self, c):
         super().__init__()
-        self.fc1 = nn.Linear(c.cmp_block * width, c.phi_hidden)
-        self.fc2 = nn.Linear(c.phi_hidden, width, bias=False)
+        self.fc1 = nn.Linear(c.cmp_block * c.head_dim, c.phi_hidden)
+        self.fc2 = nn.Linear(c.phi_hidden, c.head_dim, bias=False)
 
-    def forward(self, blocks):  # [B, G, blocks, l, width] -> [B, G, blocks, width]
+    def forward(self, blocks):  # [B, G, blocks, l, D] -> [B, G, blocks, D]
         return blocks.mean(-2) + self.fc2(F.silu(self.fc1(blocks.flatten(-2))))
 
 
@@ -172,24 +171,22 @@ class NsaAttention(nn.Module):
             for name in ("q", *("k_" + branch for branch in self.branches)):
                 setattr(self, name + "_norm", NsaRMSNorm(c.head_dim, c.norm_eps))
         for branch in self.branches:
-            setattr(self, f"k_{branch}_proj", nn.Linear(c.dim, c.kv_groups * c.head_dim, bias=False))
-            setattr(self, f"v_{branch}_proj", nn.Linear(c.dim, c.kv_groups * c.v_head_dim, bias=False))
+            for kind in "kv":
+                setattr(self, f"{kind}_{branch}_proj", nn.Linear(c.dim, c.kv_groups * c.head_dim, bias=False))
         if self.kind == "nsa":
             self.gate_proj = nn.Linear(c.dim, 3 * c.heads, bias=False)
-            self.phi_k, self.phi_v = NsaPhi(c, c.head_dim), NsaPhi(c, c.v_head_dim)
-        self.o_proj = nn.Linear(c.heads * c.v_head_dim, c.dim, bias=False)
+            self.phi_k, self.phi_v = NsaPhi(c), NsaPhi(c)
+        self.o_proj = nn.Linear(c.heads * c.head_dim, c.dim, bias=False)
 
     def project(self, name, x):
-        """Steps 1 and 2: queries and keys [B, G, heads of a group, N, D], or values, of Dv. Head a of group g is head
-        g*h + a."""
+        """Steps 1 and 2: queries, keys or values [B, G, heads of a group, N, D]. Head a of group g is head g*h + a."""
         B, N, _ = x.shape
-        width = self.config.v_head_dim if name[0] == "v" else self.config.head_dim
-        heads = getattr(self, name + "_proj")(x).view(B, N, self.config.kv_groups, -1, width)
+        heads = getattr(self, name + "_proj")(x).view(B, N, self.config.kv_groups, -1, self.config.head_dim)
         norm = getattr(self, name + "_norm", None)
         return (norm(heads) if norm else heads).permute(0, 2, 3, 1, 4)
 
     def compress(self, name, x, phi, cache, angles):
-        """All compressed keys (rotated by the angles of the new blocks) or values so far, [B, G, NC, D or Dv]."""
+        """All compressed keys (rotated by the angles of the new blocks) or values so far, [B, G, NC, D]."""
         c = self.config
         rows = cache.append(self.layer, name[0] + "_rows", self.project(name, x)[:, :, 0])
         new = compressed_blocks(rows.shape[2], c)
@@ -224,7 +221,7 @@ class NsaAttention(nn.Module):
                 outputs.append(self.three_branches(*args, gate[:, :, :, begin:end]))
             else:
                 outputs.append(self.dense(*args))
-        out = torch.cat(outputs, dim=3).permute(0, 3, 1, 2, 4)  # [B, N, G, h, Dv]
+        out = torch.cat(outputs, dim=3).permute(0, 3, 1, 2, 4)  # [B, N, G, h, D]
         return self.o_proj(out.reshape(B, N, -1))
 
     def dense(self, q, keys, values, t, S):
