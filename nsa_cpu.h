@@ -56,11 +56,6 @@ struct Cpu : HostRuntime, HostOptimiser<real_> {
     }
     std::string describe_selected(const NsaShape&) const { return ""; }  // there is one way only
     std::vector<std::string> describe_products(int, int, int) const { return {}; }
-    // What attention and selection read from here on is added to *to; null ends it.
-    bool count_reads(KeyReads* to) {
-        reads = tiles.reads = to;
-        return true;
-    }
 
     // ----- embedding.  x = embed[token].  tokens [N], embed [V, C], x [N, C]
     void embedding_forward(real* x, const int32_t* tokens, const real* embed, int N, int C) {
@@ -436,7 +431,6 @@ struct Cpu : HostRuntime, HostOptimiser<real_> {
             const size_t keys_at = group * s.key_stride(branch);
             for (int t = s.first; t < s.first + s.queries; t++) {
                 const std::vector<int> keys = visible_keys(branch, t, s.selection_mask(selection, group, t), s);
-                if (reads) KeyReads::add(reads->keys[branch], keys.size());
                 for (size_t head = group * h; head < (group + 1) * h; head++) {
                     const size_t row = s.query_row(head, t);
                     attend(out + row * s.D, lse[row], q + row * s.D, k + keys_at * s.D, v + keys_at * s.D, keys, s);
@@ -580,7 +574,6 @@ struct Cpu : HostRuntime, HostOptimiser<real_> {
     void block_importance(real* importance, const real* q, const Stat* lse, const real* kc, int t,
                           const NsaShape& s) const {
         std::vector<real> p(s.cmp_blocks(t + 1), real(0));
-        if (reads && t / s.slc_block >= s.slc_count) KeyReads::add(reads->scored, p.size());
         for (size_t i = 0; i < p.size(); i++)
             for (size_t row = 0; row < size_t(s.heads_per_group()) * s.queries; row += s.queries)
                 p[i] += exponential(score(q + row * s.D, kc + i * s.D, s) - lse[row]);  // eq. 8, summed as eq. 10 says
@@ -624,7 +617,6 @@ struct Cpu : HostRuntime, HostOptimiser<real_> {
     // Cpu<float> runs the tiled version where there are vectors to run it on.
     static constexpr bool in_tiles = HAVE_VECTORS && std::is_same<real, float>::value;
     TiledAttention tiles;
-    KeyReads* reads = nullptr;
 
     static real dot(const real* a, const real* b, int count) {
         real sum = 0;

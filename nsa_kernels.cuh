@@ -746,33 +746,6 @@ __global__ void __launch_bounds__(32) select_kernel(uint32_t* selection, float* 
     if (chosen_importance && lane == 0) chosen_importance[row] = share;
 }
 
-// *to += the keys that the queries see, once per group. One block, whose threads share out the ranges of keys.
-__global__ void __launch_bounds__(kernels::SUM_THREADS)
-    count_reads_kernel(KeyReads* to, const uint32_t* selection, NsaShape s) {
-    SHARED(double, of_warps, [kernels::SUM_WARPS]);
-    const int words = s.selection_words();
-    for (int i = s.full ? WIN : CMP; i < BRANCHES; i++) {
-        double count = 0, scored = 0;
-        for (int row = 0; row < s.B * s.G * s.queries; row++) {
-            const int t = s.first + row % s.queries;
-            for (int range = threadIdx.x; range < range_count(Branch(i), t, s); range += kernels::SUM_THREADS) {
-                const KeyRange keys = key_range(Branch(i), range, t, selection + size_t(row) * words, s);
-                const int seen = max(0, keys.end - keys.begin);
-                count += seen;
-                if (i == CMP && t / s.slc_block >= s.slc_count) scored += seen;
-            }
-        }
-        count = kernels::block_sum(count, of_warps);
-        __syncthreads();  // the sums of the warps have been read
-        scored = kernels::block_sum(scored, of_warps);
-        __syncthreads();
-        if (threadIdx.x == 0) {
-            to->keys[i] += count;
-            to->scored += scored;
-        }
-    }
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // Launches. Shapes, "=" and "+=" as in struct Cpu.
 
@@ -2275,8 +2248,6 @@ struct Cuda : CudaOptimiser {
     void attention_forward(Branch branch, real* out, Stat* lse, const real* q, const real* k, const real* v,
                            const uint32_t* selection, const NsaShape& s) {
         const ProfileRange range(ATTENTION_NAMES[branch]);
-        if (reads && branch == (s.full ? WIN : SLC))  // by now all is known
-            launch<plain::count_reads_kernel>(1, kernels::SUM_THREADS, 0, stream, device_reads, selection, s);
 #ifndef PRECISION_FP32
         if (!plain_attention)
             return ::attention_forward(branch, out, lse, q, k, v, selection, s, attention_path(),
@@ -2328,15 +2299,6 @@ struct Cuda : CudaOptimiser {
                                                                  lse, rows, s);
         });
     }
-    // What attention and selection read from here on is added to *to, once per group; null ends it and waits for the
-    // counts. They come from the selection, by a kernel of their own.
-    bool count_reads(KeyReads* to) {
-        if (!device_reads) device_reads = allocate<KeyReads>(1);
-        if (reads) copy(reads, (const KeyReads*)device_reads, 1);
-        reads = to;
-        if (reads) copy(device_reads, (const KeyReads*)reads, 1);
-        return true;
-    }
     // Refuses shapes that the attention kernels do not have.
     void check_shape(const NsaShape& s) const {
         const GpuCode gpu = gpu_code();
@@ -2381,7 +2343,6 @@ struct Cuda : CudaOptimiser {
     SelectedChoice* selected_choice = nullptr;
     float* rope_table = nullptr;
     int rope_positions = 0, rope_dim = 0, rope_base = 0;
-    KeyReads *reads = nullptr, *device_reads = nullptr;  // the caller's, and the counts on the GPU
 
     AttentionPath attention_path() const { return {selected_kernel, warpgroups}; }
 #ifndef PRECISION_FP32

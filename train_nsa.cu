@@ -39,7 +39,6 @@ using DeviceEngine = void;
 #include "lib/run/build_info.h"
 #include "lib/run/check.h"
 #include "lib/run/config_files.h"
-#include "lib/run/decode_report.h"
 #include "lib/run/device.h"
 #include "lib/run/help.h"
 #include "lib/run/model_files.h"
@@ -765,7 +764,6 @@ struct Decoder {
     Model<Dev>& model;
     Activations<Dev> a;
     int position = 0;  // where the next token that it reads will stand
-    DecodeMeter<Dev> meter{model.dev, a.shape, int64_t(a.layer.size())};
 
     // The first call of next() reads `prompted` tokens, and all calls together read `length`.
     Decoder(Model<Dev>& m, int64_t prompted, int64_t length)
@@ -777,7 +775,6 @@ struct Decoder {
         const size_t pass = position == 0 ? tokens.size() : 1;
         const bool is_prompt = tokens.size() > 1;
         Progress progress(format_text("prompt of %zu tokens", tokens.size()), double(a.layer.size()), is_prompt);
-        const typename DecodeMeter<Dev>::Call call(meter, position, tokens.size());
         std::unique_ptr<DecodingThreads> threads;
         if (position > 0) threads = std::make_unique<DecodingThreads>(model.table.total);  // a prompt uses all threads
         for (size_t at = 0; at < tokens.size(); at += pass) {
@@ -815,7 +812,6 @@ void generate(
         if (!emit(next[0])) break;
     }
     end();
-    if (c.stats) decoder.meter.print();
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ if command -v mpirun >/dev/null; then
 else
     skipped "no mpirun, so two ranks were not tried"
 fi
-good "samples" "$build/train_nsa" sample --from "$work/nsa" --device opencl --prompt "To be" --tokens 20 --stats
+good "samples" "$build/train_nsa" sample --from "$work/nsa" --device opencl --prompt "To be" --tokens 20
 head -c 100 README.md >"$work/text"
 for engine in opencl cpu; do
     good "inspects by $engine" "$build/train_nsa" inspect --from "$work/nsa" --device $engine --text "$work/text" \

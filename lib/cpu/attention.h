@@ -25,8 +25,6 @@ constexpr int TILE_KEYS = 64, TILE_ROWS = 96;
 
 class TiledAttention {
   public:
-    KeyReads* reads = nullptr;  // of decoding, counted where this is given
-
     // out [B, H, queries, D] = softmax(q k^T / sqrt(D)) v over the branch's keys, lse [B, H, queries] = ln of the
     // softmax's denominator. A query without a key: out 0, lse +infinity.
     void attention_forward(bool bf16, Branch branch, float* out, float* lse, const float* q, const float* k,
@@ -619,7 +617,6 @@ class TiledAttention {
         queries.load(in.q, bg, s);
         start_softmax(room);
         const bool keep = kept_tiles(to, s) > 0;
-        int keys_read = 0;
         const KeyRange tiles = tile_range(in.branch, t, t + 1, s);
         for (int tile = tiles.begin; tile < tiles.end; tile++) {
             if (!sees(in.branch, t, tile, in.mask(bg, t), s)) continue;
@@ -628,11 +625,9 @@ class TiledAttention {
             float* const scores = room.scores.data() + (keep ? tile * room.tile_size : 0);
             decode_tile(room, scores, keep ? room.p.data() : scores, padded, queries, visible,
                         columns_of(in.branch, &t, 1, tile, s), in.k + at * s.D, in.v + at * s.D, s.D);
-            keys_read += visible.end - visible.begin;
         }
         finish_softmax(to, bg, t, 1, room, s);
         if (to.selection) select_for_query(to, bg, t, 0, padded, room, s);
-        if (reads) KeyReads::add(reads->keys[in.branch], size_t(keys_read));
     }
     // k, v: from the first visible key on. p may be scores.
     template <class Element>

@@ -278,9 +278,6 @@ struct Members : Formats<Dev> {
     NEEDS(std::vector<std::string>, describe_products, (int N, int C, int OC));
     NEEDS(std::string, format, ());  // what products take: "fp32" or "bf16"
     NEEDS(double, peak_flops, ());   // of the products, FLOP/s at best; 0: unknown
-    // What attention and selection read from here on, once per group, is added to *to; null ends it, and then *to is
-    // complete. For `sample --stats`. Returns false where the engine counts nothing.
-    NEEDS(bool, count_reads, (KeyReads * to));
 };
 
 // HostCopies(dev, pieces): gradients on their way to the host's memory, where ranks sum them, and back, beside the

@@ -151,17 +151,6 @@ struct BackwardArrays {
     const Stat *row_dot, *lse_gated;
 };
 
-// What decoding has read, over all its tokens, layers and groups: keys with their values, by branch, and the keys that
-// choosing blocks scored a second time.
-struct KeyReads {
-    double keys[BRANCHES] = {}, scored = 0;
-
-    static void add(double& to, size_t count) {  // from any thread; whole numbers, so the order does not matter
-#pragma omp atomic
-        to += double(count);
-    }
-};
-
 // Pairs of a key and a query that a branch's mask allows, over all heads. Each costs 4*D FLOPs in the forward pass
 // (two products) and twice that in the backward pass (dV, dP, dQ, dK; computing the scores a second time does not
 // count). Counted, not estimated, except that every selected block counts as full; a query that may choose has n of

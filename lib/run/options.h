@@ -55,7 +55,7 @@ struct SampleConfig {
     std::vector<std::string> prompt_file;
     double temperature = 0, top_p = 0;
     int64_t top_k = 0, tokens = 0;
-    bool interactive = false, past_end = false, stats = false;
+    bool interactive = false, past_end = false;
 };
 
 // What the training loop sees.
@@ -292,8 +292,6 @@ static const Option OPTIONS[] = {
     {"interactive", SAMPLE, &SampleConfig::interactive, "off", ANY,
      "continue each line of stdin in turn; what was said before stays the beginning, up to the model's --seq-len"},
     {"tokens", SAMPLE, &SampleConfig::tokens, "256", between(0, M), "tokens to write at most"},
-    {"stats", SAMPLE, &SampleConfig::stats, "off", ANY,
-     "tokens per second, and what each token read of the caches, on stderr"},
     {"past-end", SAMPLE, &SampleConfig::past_end, "off", ANY, "go on behind an end-of-text, in place of ending there"},
     {"temperature", TRAIN | SAMPLE, &SampleConfig::temperature, "0.8", between(0, 100),
      "0: always the likeliest token"},

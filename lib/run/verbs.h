@@ -43,7 +43,6 @@ void run_sample(Config c, WithModel with_model) {
         if (c.interactive) {
             Decoder<std::decay_t<decltype(model.dev)>> decoder(model, c.seq_len, c.seq_len);
             converse(*tokenizer, c.seq_len, c.tokens, [&](auto& tokens) { return decoder.next(tokens, c); });
-            if (c.stats) decoder.meter.print();
             return;
         }
         for (size_t i = 0; i < prompts.size(); i++) {

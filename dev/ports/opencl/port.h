@@ -37,22 +37,6 @@ inline void cl_check(cl_int error, const char* call) {
 }
 #define CL(call) cl_check((call), #call)
 
-// Adds what the attention of a call reads, once per group; masks: its selection [B, G, queries, words]. On the host,
-// since no kernel here counts; the compressed keys are scored a second time to choose blocks.
-inline void count_reads_of_call(KeyReads& reads, const uint32_t* masks, const NsaShape& s) {
-    const size_t rows = size_t(s.B) * s.G * s.queries;
-    for (int branch = s.full ? WIN : CMP; branch < BRANCHES; branch++)
-        for (size_t row = 0; row < rows; row++) {
-            const int t = s.first + int(row % s.queries);
-            for (int i = 0; i < range_count(Branch(branch), t, s); i++) {
-                const uint32_t* const mask = s.full ? nullptr : masks + row * s.selection_words();
-                const KeyRange keys = key_range(Branch(branch), i, t, mask, s);
-                reads.keys[branch] += keys.end - keys.begin;
-                if (branch == CMP && t / s.slc_block >= s.slc_count) reads.scored += keys.end - keys.begin;
-            }
-        }
-}
-
 class OpenCl {
   public:
     using real = float;
@@ -330,10 +314,6 @@ class OpenCl {
     void attention_forward(Branch branch, float* out, float* lse, In q, In k, In v, const uint32_t* selection,
                            const NsaShape& s) {
         over(s.query_rows(), "attention_forward", out, lse, q, k, v, selection, int(branch), float(s.scale()), s);
-        if (!reads || branch != (s.full ? WIN : SLC)) return;
-        std::vector<uint32_t> masks(s.full ? 0 : size_t(s.B) * s.G * s.queries * s.selection_words());
-        copy(masks.data(), selection, masks.size());
-        count_reads_of_call(*reads, masks.data(), s);
     }
     void attend_and_select(float* out, float* lse, uint32_t* selection, float* chosen_importance, In q, In kc, In vc,
                            const NsaShape& s) {
@@ -359,10 +339,6 @@ class OpenCl {
              int(branch), float(s.scale()), s);
         over(keys, "attention_dkdv", d.dk, d.dv, d.dout, d.row_dot, d.lse_gated, in.q, in.k, in.v, in.selection,
              int(branch), float(s.scale()), s);
-    }
-    bool count_reads(KeyReads* to) {
-        reads = to;
-        return true;
     }
 
     // ----- update
@@ -442,7 +418,6 @@ class OpenCl {
     std::array<OnItsWay<float>, 2> downloads;
     std::array<float*, 5> scratches{};  // the last is add_column_sums', the one before RoPE's table
     RopeTable<float> rope;
-    KeyReads* reads = nullptr;
 
     // ----- devices: the GPUs or, where there are none, whatever else there is
     static constexpr cl_device_type GPUS = CL_DEVICE_TYPE_GPU | CL_DEVICE_TYPE_ACCELERATOR;

@@ -1,6 +1,5 @@
 // decode_check.h: decoding token by token with caches against one forward pass over all tokens, at every position:
-// logits, selections, and what the engine counted as read. For every engine; used by decode_tests.h (Cpu) and
-// cuda_model_tests.h (Cuda).
+// logits and selections. For every engine; used by decode_tests.h (Cpu) and cuda_model_tests.h (Cuda).
 #pragma once
 #ifndef NSA_WITHOUT_MAIN
 #define NSA_WITHOUT_MAIN
@@ -75,30 +74,6 @@ struct SelectionRecorder : Engine {
     }
 };
 
-// Whether the engine scores the compressed keys again to choose blocks. The CPU's tiles keep their scores.
-template <class Engine>
-constexpr bool SCORES_AGAIN = !(Engine::on_host && sizeof(typename Engine::real) == sizeof(float) && HAVE_VECTORS);
-
-// Keys that the query at position t must read in a group of all layers together, from the definition.
-template <class Engine>
-KeyReads reads_by_definition(const NsaShape& s, int t, const Config& c) {
-    KeyReads r;
-    const std::vector<LayerKind> kinds = layer_kinds(c.attention);
-    double layers = 0;  // of NSA
-    for (size_t layer = 0; layer < size_t(c.layers); layer++) {
-        const LayerKind kind = kinds[layer % kinds.size()];
-        if (kind == NSA_LAYER) layers++;
-        else r.keys[WIN] += kind == FULL_LAYER ? t + 1 : std::min<int64_t>(t + 1, c.window);
-    }
-    if (layers == 0) return r;
-    for (int i = 0; i * s.d + s.l - 1 <= t; i++) r.keys[CMP] += layers;
-    for (int key = t; key >= 0 && key > t - s.window; key--) r.keys[WIN] += layers;
-    const bool chooses = t / s.slc_block + 1 > s.slc_count;
-    r.keys[SLC] = layers * (chooses ? (s.slc_count - 1) * s.slc_block + t % s.slc_block + 1 : t + 1);
-    r.scored = SCORES_AGAIN<Engine> && chooses ? r.keys[CMP] : 0;
-    return r;
-}
-
 // limit: of the relative error of an array of the model in this engine's format; 0: every bit must be the same, which
 // is so where a row of a product does not depend on the others.
 template <class Engine>
@@ -118,16 +93,9 @@ void check_decoding(SelectionRecorder<Engine>& dev, const Config& c, double limi
     }
     dev.decoding = true, dev.limit = limit;
     Activations<Dev> steps(dev, c, 1, T, INFERENCE, 1);
-    const double groups = double(c.kv_groups);
     double worst = 0;
     for (int t = 0; t < T; t++) {
-        KeyReads reads;
-        dev.count_reads(&reads);
         forward(model, steps, &tokens[size_t(t)], t, 1);
-        dev.count_reads(nullptr);
-        const KeyReads must = reads_by_definition<Engine>(steps.shape, t, c);
-        for (int i = 0; i < BRANCHES; i++) CHECK_EQUAL(reads.keys[i], groups * must.keys[i]);
-        CHECK_EQUAL(reads.scored, groups * must.scored);
         dev.matmul_forward(steps.logits, steps.normed, model.w.head, nullptr, 1, int(c.dim), int(steps.Vp));
         dev.to_host(found.data(), steps.logits, found.size());
         const float* const row = &expected[size_t(t) * size_t(V)];

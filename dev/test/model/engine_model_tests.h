@@ -512,7 +512,7 @@ ENGINE_TEST(model_decoding_is_prefill) {
             }
 }
 
-// Every position, its selections and what was counted.
+// Every position and its selections.
 template <class E>
 void check_decoding_to(int T, const std::string& options, int way) {
     const auto dev = E::template open<SelectionRecorder<typename E::Dev>>();
@@ -523,7 +523,7 @@ void check_decoding_to(int T, const std::string& options, int way) {
         std::to_string(T) + " " + options);
     check_decoding(*dev, c, E::SAME_BITS_BY_ROW && way == 0 ? 0 : model_limit<E>(c.layers));
 }
-ENGINE_TEST(model_decoding_reads_what_the_formula_says) {
+ENGINE_TEST(model_decoding_is_the_forward_pass_at_every_position) {
     for (int way = 0; way < E::WAYS; way++) {
         check_decoding_to<E>(130, "--layers 1 --cmp-block 8 --cmp-stride 4 --slc-block 16 --slc-count 4 --window 24 ",
                              way);
