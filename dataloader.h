@@ -11,16 +11,8 @@
 // in the same order. Each set has a shuffle and epochs of its own: none of its samples comes again before all of them
 // have come. Where a set is at follows from the number of the global sample, so a mixture needs no more state.
 //
-// What an epoch holds. By default sample i of a shard is its tokens i*T .. i*T+T, so that every token but the first is
-// a target once; only the (tokens - 1) % T at a shard's end never are. With --align document a sample may begin at any
-// of i*T .. i*T+T-1, as far as T tokens follow: it begins where a document does, with its end-of-text token, and is
-// filled with what follows in the shard, the next documents too. Of several documents it takes the one nearest to i*T +
-// phase, the earlier of two; where none begins there, i*T + phase itself. The phase is drawn anew for each epoch. So
-// there are as many samples as by default, in the same order; no two of an epoch begin at the same token; a token is an
-// input at most twice. An epoch leaves out as many as it reads twice, about a tenth at most, and a few at a shard's
-// end. Another phase leaves out others: sooner or later each document is a sample's beginning, if T tokens follow. What
-// a sample is follows from its number and from 2T tokens of its shard; so the state stays four integers, and any number
-// of ranks reads the same samples.
+// What an epoch holds. Sample i of a shard is its tokens i*T .. i*T+T, so that every token but the first is a target
+// once; only the (tokens - 1) % T at a shard's end never are.
 #pragma once
 #include <future>
 
@@ -81,14 +73,12 @@ class DataLoader {
 
     uint64_t T() const { return uint64_t(options.seq_len); }
     uint64_t all_samples() const { return std::accumulate(samples.begin(), samples.end(), uint64_t(0)); }
-    bool aligned() const { return options.document_start >= 0; }
 
     // Recognises a corpus without reading all of it: a hash of the number of tokens in every shard and of 64 evenly
     // spaced tokens in each; of several sets also of the weights, and of where each set begins.
     uint64_t fingerprint() const {
         uint64_t hash = 0;
         const auto mix = [&](uint64_t x) { hash = random_bits(hash, x, 0); };
-        if (aligned()) mix(uint64_t(options.document_start));
         for (const TokenSource& source : sources) {
             if (options.sets.size() > 1) {
                 mix(source.set);
@@ -111,32 +101,6 @@ class DataLoader {
         if (scan && !scan->error().empty()) fail("%s", scan->error().c_str());
     }
 
-    // Without a document there would be nothing to align to.
-    void require_documents(const TokenSource& source) const {
-        std::vector<uint16_t> tokens(size_t(std::min<uint64_t>(source.count, 1 << 20)));
-        source.read(tokens.data(), 0, tokens.size());
-        if (std::find(tokens.begin(), tokens.end(), options.document_start) == tokens.end())
-            fail(
-                "%s: --align document: none of the first %zu tokens is end-of-text (%d), so no document begins there; "
-                "write shards with ./train_nsa tokenize, or leave --align out",
-                source.name.c_str(), tokens.size(), options.document_start);
-    }
-
-    // Where a sample begins under --align document: between `first`, its place by default, and the next sample's.
-    uint64_t aligned_start(const TokenSource& source, uint64_t first, uint64_t phase) const {
-        std::vector<uint16_t> tokens(size_t(std::min(T(), source.count - T() - first)));
-        source.read(tokens.data(), first, tokens.size());
-        const uint64_t target = std::min<uint64_t>(phase, tokens.size() - 1);
-        const auto is_start = [&](uint64_t at) {
-            return at < tokens.size() && tokens[at] == uint16_t(options.document_start);
-        };
-        for (uint64_t distance = 0; distance < T(); distance++) {
-            if (distance <= target && is_start(target - distance)) return first + target - distance;
-            if (is_start(target + distance)) return first + target + distance;
-        }
-        return first + target;
-    }
-
     Sample read_sample(uint64_t number) const {
         const Mixture::Place place = mixture->at(number);
         const uint64_t set_seed = place.set ? random_bits(seed, random_stream(RANDOM_SHUFFLE), place.set) : seed;
@@ -146,10 +110,7 @@ class DataLoader {
         const size_t shard =
             size_t(std::upper_bound(first_sample.begin(), first_sample.end(), index) - first_sample.begin()) - 1;
         const TokenSource& source = sources[shard];
-        uint64_t start = (index - first_sample[shard]) * T();
-        if (aligned())
-            start = aligned_start(source, start,
-                                  random_bits(set_seed, random_stream(RANDOM_SHUFFLE, place.epoch), ~0ull) % T());
+        const uint64_t start = (index - first_sample[shard]) * T();
         Sample sample;
         sample.tokens.resize(T() + 1);
         sample.size = size_t(std::min(T() + 1, source.count - start));
@@ -191,7 +152,6 @@ class DataLoader {
             too_short += source.count < (options.tail ? 2 : T() + 1);
             shards++;
             largest = std::max(largest, source.count);
-            if (aligned() && shards == 1) require_documents(source);
         }
         if (n == 0)
             fail(
@@ -275,9 +235,9 @@ class DataLoader {
                 options.name.c_str(), (unsigned long long)saved.seq_len, options.seq_len);
         if (saved.corpus != corpus)
             fail(
-                "cannot continue on %s: the checkpoint was made on another corpus or with another --align "
-                "(fingerprint %016llx, of these tokens %016llx): use the same shards, or for the synthetic corpus the "
-                "same --seed; --allow-new-data goes on with these",
+                "cannot continue on %s: the checkpoint was made on another corpus (fingerprint %016llx, of these "
+                "tokens %016llx): use the same shards, or for the synthetic corpus the same --seed; --allow-new-data "
+                "goes on with these",
                 options.name.c_str(), (unsigned long long)saved.corpus, (unsigned long long)corpus);
         pending = {};  // waits for its thread
         seed = saved.seed;
@@ -307,10 +267,10 @@ class DataLoader {
     }
 
     std::string describe() const {
-        std::string text = format_text(
-            "%s, %llu tokens, %s of %d tokens%s, %s", counted(int64_t(sources.size()), "shard").c_str(),
-            (unsigned long long)total_tokens, counted(int64_t(all_samples()), "sample").c_str(), options.seq_len,
-            aligned() ? " that begin at documents" : "", options.shuffle ? "shuffled" : "in order");
+        std::string text =
+            format_text("%s, %llu tokens, %s of %d tokens, %s", counted(int64_t(sources.size()), "shard").c_str(),
+                        (unsigned long long)total_tokens, counted(int64_t(all_samples()), "sample").c_str(),
+                        options.seq_len, options.shuffle ? "shuffled" : "in order");
         if (too_short) text += format_text(", %zu of the shards too short for one", too_short);
         for (size_t set = 0; samples.size() > 1 && set < samples.size(); set++)
             text += format_text("%s %llu of %zu from %s (%llu samples, all seen after %llu)", set ? "," : ";",

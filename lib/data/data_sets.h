@@ -241,7 +241,6 @@ struct LoaderOptions {
     uint32_t vocab_digest = 0;    // the same; 0: not known
     uint64_t seed = 0;
     bool shuffle = true;
-    int document_start = -1;  // --align document: the end-of-text token that stands before each
     bool tail = false;  // the last sample of a shard may be shorter, so that every token but the first is a target
     int rank = 0, world_size = 1;
     std::vector<DataSet> sets = {{}};  // TokenSource::set counts them

@@ -63,7 +63,7 @@ struct TrainConfig : ModelConfig, MachineConfig, SampleConfig {
     std::string model, init_from, data, val_data, vocab_dir, hellaswag;
     int64_t steps = 0;
     double lr = 0, lr_final = 0;
-    std::string warmup, schedule, grad_reduce, align;
+    std::string warmup, schedule, grad_reduce;
     int64_t eval_every = 0, eval_batches = 0, log_every = 0, sample_every = 0, sample_tokens = 0, save_every = 0,
             keep = 0, keep_every = 0;
     double stall_timeout = 0;
@@ -183,8 +183,6 @@ static const Option OPTIONS[] = {
     {"data", TRAIN, &TrainConfig::data, "synthetic", ANY,
      "training shards, a glob in quotes, or several with weights, 'a_*.bin:3,b_*.bin:1', which are mixed exactly; or "
      "synthetic: the built-in corpus"},
-    {"align", TRAIN, &TrainConfig::align, "none", "none|document",
-     "document: each sample begins where a document does, as far as one begins near it; validation stays as it is"},
     {"val-data", TRAIN | EVAL, &TrainConfig::val_data, "", ANY,
      "validation shards, a glob in quotes, or several by name, 'web=a_*.bin,code=b_*.bin', of which the first decides; "
      "or synthetic: of the built-in corpus"},

@@ -95,7 +95,6 @@ TrainingData<Loader> open_training_data(const std::string& train, const std::str
     options.name = "--data";
     options.shuffle = true;
     data.train = std::make_unique<Loader>(std::move(sources), options);
-    options.document_start = -1;  // validation measures every token, whatever training does
     data.val = open_validation<Loader>(val.empty() && train == "synthetic" ? "synthetic" : val, options,
                                        [&] { return synthetic_validation(options.seed, val_tokens, options.seq_len); });
     for (const auto& set : data.val) check_disjoint(data.train->files(), set.loader->files());
@@ -121,7 +120,6 @@ template <class Loader, class World, class Tokenizer>
 TrainingData<Loader> open_training_data(const TrainConfig& c, const World& world, const Tokenizer* tokenizer) {
     const uint64_t val_tokens = uint64_t(c.eval_batches) * uint64_t(c.total_batch);
     LoaderOptions options = loader_options(c, world, "--data", true);
-    if (c.align == "document") options.document_start = c.tokenizer == "bytes" ? 0 : int(c.vocab_size) - 1;
     TrainingData<Loader> data = open_training_data<Loader>(c.data, c.val_data, val_tokens, options);
     data.train->require_global_batch(uint64_t(c.total_batch / c.seq_len));
     if (!c.hellaswag.empty()) data.choices = open_choices(c, world, tokenizer);
@@ -139,7 +137,7 @@ void resume_data(Loader& loader, const TrainConfig& c, const TrainState& state, 
     if (says)
         std::printf("resume: new data: %s; all of it in a new order from now on, after %llu samples of the old one\n",
                     state.shards.empty() ? "the checkpoint names no shards of its own"
-                    : changes.empty()    ? "the same files with other contents, weights or --align"
+                    : changes.empty()    ? "the same files with other contents or weights"
                                          : printable(changes).c_str(),
                     (unsigned long long)saved.next_sample);
 }

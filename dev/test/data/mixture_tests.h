@@ -191,7 +191,7 @@ TEST(run_resume_with_new_data) {
     CHECK(mixed.out.find("new data: 1 shard added (" + b + ")") != std::string::npos);
     const Result weighted = resume({"--steps=7", "--allow-new-data=1", "--data", a + ":1," + b + ":1"});
     REQUIRE_GOOD(weighted);
-    CHECK(weighted.out.find("new data: the same files with other contents, weights or --align") != std::string::npos);
+    CHECK(weighted.out.find("new data: the same files with other contents or weights") != std::string::npos);
     REQUIRE_GOOD(resume({"--steps=8"}));
     CHECK_EQUAL(logged(out, "loss").size(), 8u);
     CHECK_REFUSED(train({{"out", folder.file("x")}, {"allow-new-data", "1"}}), 2, "--allow-new-data", "--resume");
