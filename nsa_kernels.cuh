@@ -1304,7 +1304,7 @@ __device__ inline void attend(bf16* out, float* lse, const bf16* q, const bf16* 
         }
 }
 // The budgets of this and the following kernels: cycles of an sm_90 multiprocessor for 16 rows and 64 keys (one head),
-// D = 64 / 128, by the inner loop's machine code and the rates in dev/bench/predict.h. The largest bounds the loop.
+// D = 64 / 128, by the inner loop's machine code and the data sheet's rates. The largest bounds the loop.
 //     mma 102 / 205, ldmatrix 64 / 192, exponentials 68 / 72, instructions 124 / 179, L2 87 / 174
 template <Branch branch, int D>
 __global__ void __launch_bounds__(MOST_TILE_THREADS<D, false>, TILE_BLOCKS<D, false>)

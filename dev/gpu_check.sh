@@ -19,11 +19,11 @@
 #     * ranks       two ranks on one GPU against one; where there are two GPUs, also two over NCCL with --zero 0 and 1,
 #                   bit for bit, and what the reductions cost
 #     * products    125m at 16 x 2048: cuBLASLt's algorithm for each product and its share of peak, and the time of
-#                   every operation beside what was predicted
+#                   every operation
 #     * shapes      tokens/s and MFU of 125m at 16 x 1024, 16 x 2048, 32 x 1024 and 4 x 8192
 #     * gaps        every kernel of one step in Nsight Compute; their sum against the step's time shows the gaps between
 #                   them (skipped without ncu). <gpu>-<date>-kernels.csv keeps what ncu wrote
-#     * published   attention in the shape for which others have published times, theirs and the predicted beside ours;
+#     * published   attention in the shape for which others have published times, theirs beside ours;
 #                   with selections that are drawn and, stretched, with those of a trained model: what `prepare` brought
 #                   along, else of the model that part loss has trained just before
 #       sanitizer   compute-sanitizer: memcheck on small training steps, memcheck and racecheck on the attention kernels
@@ -537,8 +537,7 @@ part_perf() {
     perf --batch 1 --seq-len 32768 --recompute 1 || status=1
     return "$status"
 }
-# --perf marks one step for the profiler. We want the kernels' own times, with clocks and caches left alone. A kernel's
-# prediction is that of the operation whose name it bears, which --perf prints as "predicted: NAME | us | ...".
+# --perf marks one step for the profiler. We want the kernels' own times, with clocks and caches left alone.
 part_gaps() {
     local step batch
     if ! command -v ncu >/dev/null; then
@@ -558,10 +557,6 @@ part_gaps() {
     step=$(sed -n 's/^a step without clocks: .* GPU was done after \([0-9.]*\) us.*/\1/p' "$WORK/perf")
     # The last column is the value, "1,234" or 1234, in nanoseconds, whether ncu calls them ns or nsecond.
     awk -F'","' -v step="$step" -v batch="$batch" '
-        FILENAME == ARGV[1] {
-            if (split($0, field, / *[|] */) >= 2 && sub(/^predicted: /, "", field[1])) predicted[field[1]] = field[2]
-            next
-        }
         /"Kernel Name"/ { for (i = 1; i <= NF; i++) if ($i ~ /Kernel Name/) column = i }
         /gpu__time_duration.sum/ {
             x = $NF; gsub(/[",]/, "", x); sum += x; n++
@@ -573,20 +568,16 @@ part_gaps() {
         END {
             if (!n || !step) { print "no kernels in the profile, or no step time"; exit 1 }
             largest_first = "sort -t \"|\" -k 2 -rn"
-            for (name in us) {
-                best = ""
-                for (p in predicted) if (index(name, p) == 1 && length(p) > length(best)) best = p
-                text = best == "" ? "" : "; " predicted[best] " us predicted for " best
-                printf "result: kernel %s | %.1f | us | %d launches of a step, %.1f %% of its kernels%s\n", name,
-                    us[name], launches[name], 1e5 * us[name] / sum, text | largest_first
-            }
+            for (name in us)
+                printf "result: kernel %s | %.1f | us | %d launches of a step, %.1f %% of its kernels\n", name,
+                    us[name], launches[name], 1e5 * us[name] / sum | largest_first
             close(largest_first)
             printf "result: kernels of a step, %d x 2048 | %.0f | us | %d launches, by ncu; ", batch, sum / 1e3, n
             printf "the step without it %.0f us, so ", step
             printf "%.1f %% of it lie between kernels, memset and memcpy (which ncu does not list) included\n",
                 100 * (1 - sum / 1e3 / step)
             printf "answer: %d kernels take %.0f of a step'"'"'s %.0f us\n", n, sum / 1e3, step
-        }' "$WORK/perf" "$WORK/kernels.csv"
+        }' "$WORK/kernels.csv"
 }
 no_tensor_cores() { plain_only && echo "skipped: the attention kernels of this build are: $(attention_kernels)"; }
 part_emulator() {
@@ -671,7 +662,6 @@ part_published() {
     # shellcheck disable=SC2046
     set -- $(selections)
     [ $# -gt 0 ] || echo "drawn selections alone: no trained model is at hand; call parts loss and published together"
-    ./build/test_device --predict-attention "$@"
     ./build/test_device --perf-attention --shape published "$@"
 }
 # same_digits WHAT RUN RUN: did both runs log the same losses and norms?

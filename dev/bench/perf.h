@@ -9,7 +9,6 @@
 // gives the time of every kernel of one step; their sum, beside the time of the step without clocks, shows what is lost
 // between kernels.
 #pragma once
-#include <functional>
 #include <map>
 #include <string>
 
@@ -106,8 +105,7 @@ struct Timed : Dev {
     using Grad = typename Dev::Grad;
     using Dev::Dev;
     std::map<std::string, OperationTime> times;
-    bool clocks = true;        // false: the engine alone
-    bool counts_only = false;  // nothing is allocated, moved or computed: a step of any size for its counts alone
+    bool clocks = true;  // false: the engine alone
 
 #ifdef CUDA_CHECK
     struct Marks {
@@ -148,7 +146,6 @@ struct Timed : Dev {
     template <class F>
     void clock(const std::string& name, double flops, double bytes, F operation) {
         if (!clocks) return operation();
-        if (counts_only) return add(name, flops, bytes, 0);
         if constexpr (Dev::on_host) {
             const double begin = seconds_now();
             operation();
@@ -172,35 +169,6 @@ struct Timed : Dev {
     void clock(const std::string& name, const Work& work, F operation) {
         clock(name, work.flops, work.bytes, operation);
     }
-    // What has no clock, since it takes no time worth one.
-    template <class T>
-    T* allocate(size_t count) {
-        if (!counts_only) return Dev::template allocate<T>(count);
-        return reinterpret_cast<T*>(address += (count * sizeof(T) + 255) / 256 * 256);
-    }
-    template <class T>
-    void release(T* p) {
-        if (!counts_only) Dev::release(p);
-    }
-    template <class T>
-    void zero(T* p, size_t count) {
-        if (!counts_only) Dev::zero(p, count);
-    }
-    void upload(int32_t* out, const int32_t* in, size_t count) {
-        if (!counts_only) Dev::upload(out, in, count);
-    }
-    void add_sum(typename Dev::Sum* total, const Stat* x, size_t count) {
-        if (!counts_only) Dev::add_sum(total, x, count);
-    }
-    void total_squares(typename Dev::Sum* sum, const typename Dev::Sum* squares, size_t chunks, const Grad* guard) {
-        if (!counts_only) Dev::total_squares(sum, squares, chunks, guard);
-    }
-    template <class T>
-    void set_guard(T* guard, const typename Dev::Sum* loss) {
-        if (!counts_only) Dev::set_guard(guard, loss);
-    }
-    size_t address = size_t(1) << 40;  // of the last array that was not allocated
-
     static double R(double n) { return n * sizeof(real); }
     static double S(double n) { return n * sizeof(Stat); }
 
@@ -551,13 +519,9 @@ void print_products(Timed<Dev>& dev, const std::map<std::string, OperationTime>&
     }
 }
 
-// What else is said of a step's operations, such as what was predicted (predict.h).
-using MoreOfStep = std::function<void(const std::map<std::string, OperationTime>&, const NsaShape&, std::FILE*)>;
-
 // timed_steps after one or two to warm up; ceiling_size: see measure_ceilings; the report goes to `out`
 template <class Dev>
-int perf_on(Timed<Dev>& dev, const Config& c, int timed_steps = 5, int ceiling_size = 0, std::FILE* out = stdout,
-            const MoreOfStep& more = nullptr) {
+int perf_on(Timed<Dev>& dev, const Config& c, int timed_steps = 5, int ceiling_size = 0, std::FILE* out = stdout) {
     const std::string name =
         format_text("perf, %s, %lld x %lld%s",
                     c.attention == "full"  ? "full attention"
@@ -631,7 +595,6 @@ int perf_on(Timed<Dev>& dev, const Config& c, int timed_steps = 5, int ceiling_s
                      "%.1f us; %s\n",
                      name.c_str(), all.seconds * 1e6, 100 * all.seconds / seconds, seconds * 1e6, all_floors * 1e6,
                      c.model.c_str());
-        if (more) more(times, a.shape, out);
         std::fflush(out);
         if constexpr (!Dev::on_host) perf_plain_steps(dev, step, name, seconds, out);
         else
@@ -644,7 +607,7 @@ int perf_on(Timed<Dev>& dev, const Config& c, int timed_steps = 5, int ceiling_s
     return 0;
 }
 
-inline int run_perf(int argc, const char* const* argv, [[maybe_unused]] const MoreOfStep& more = nullptr) {
+inline int run_perf(int argc, const char* const* argv) {
     std::set<std::string> given;
     Config c = parse_options(argc, argv, given);
     apply_preset(c, given);
@@ -655,7 +618,7 @@ inline int run_perf(int argc, const char* const* argv, [[maybe_unused]] const Mo
 #ifdef USE_CUDA
     if (device.gpu) {
         Timed<Cuda> dev(0);
-        return perf_on<Cuda>(dev, c, 5, 0, stdout, more);
+        return perf_on<Cuda>(dev, c);
     }
 #endif
     Timed<Cpu<float>> dev;

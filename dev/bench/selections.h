@@ -1,5 +1,5 @@
 // selections.h: which blocks the queries of a benchmark choose, as a trained model chose them in a text, and how much
-// neighbours have in common. attention.h times them beside those that are drawn, and predict.h counts with them.
+// neighbours have in common. attention.h times them beside those that are drawn.
 //
 //   ./train_nsa inspect --from RUN --text FILE --json chosen.json
 //   build/test_device --perf-attention --selections chosen.json

@@ -389,7 +389,6 @@ struct Mma {
     }
     EMU_ENGINE static void run(unsigned lanes, void** arguments) {
         if (lanes != ~0u) stop("mma.sync needs all 32 lanes, has %08x", lanes);
-        machine.count.mma++;
         float a[16][16];
         alignas(16) float b[16][8];
         for (int l = 0; l < 32; l++) {

@@ -229,7 +229,7 @@ struct Clock {
 };
 
 struct Counters {
-    long launches, blocks, switches, barriers, warp_functions, accesses, mma;
+    long launches, blocks, switches, barriers, warp_functions, accesses;
 };
 
 struct Machine {

@@ -262,7 +262,6 @@ struct WaitWgmma {
                 sum = Mma::add_products(sum, a[row], &b[0][column], 128);
                 memcpy(c, &sum, 16);
             }
-        machine.count.mma += p.n;
         if (--p.to_land == 0) end_operand(p.a()), end_operand(p.b());
         if (--held->under_way) return;
         for (int l = 0; l < 32; l++) {

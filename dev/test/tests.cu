@@ -67,7 +67,6 @@
 #include "../bench/perf.h"
 #ifdef USE_CUDA
 #include "../bench/attention.h"
-#include "../bench/predict.h"
 #endif
 
 static int ladder(int argc, char** argv) {
@@ -113,9 +112,7 @@ int main(int argc, char** argv) {
     leave_out_device_tests();
     try {
 #ifdef USE_CUDA
-        if (argc > 1 && !std::strcmp(argv[1], "--perf")) return run_perf(argc - 1, argv + 1, print_step_prediction);
         if (const int status = device_results::main_of(argc, argv); status >= 0) return status;
-        if (const int status = prediction_main(argc, argv); status >= 0) return status;
         if (argc > 1 && !std::strcmp(argv[1], "--perf-attention")) return run_attention_bench(argc - 1, argv + 1);
 #endif
         if (argc > 1 && !std::strcmp(argv[1], "--perf")) return run_perf(argc - 1, argv + 1);

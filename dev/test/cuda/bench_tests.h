@@ -3,7 +3,6 @@
 #pragma once
 #include "cuda_model_tests.h"
 #include "../../bench/attention.h"
-#include "../../bench/predict.h"
 
 namespace bench_tests {
 
@@ -510,77 +509,6 @@ TEST(cuda_bench_counted_floors) {
         if (T == 8192) CHECK(counted("NSA, 8 x 8192: backward") == 1168 && counted("full, 8 x 8192: forward") == 1040);
     }
 }
-#if defined(CUDA_ON_CPU) && !defined(PRECISION_FP32)
-namespace bench_tests {
-inline double predicted_mma(const Prediction& p) {
-    return p.of_all_blocks.of[PRODUCTS] / double(generation_of(90).mma_cycles);
-}
-// 16 heads of 128 in a group, as in the published shape; lengths that fill no tile, and compressed blocks that fill
-// more than one
-inline NsaShape wide_shape(int T) {
-    NsaShape s;
-    s.B = 1, s.T = s.queries = T, s.H = 16, s.G = 1, s.D = 128, s.l = 8, s.d = 4, s.slc_block = 64, s.slc_count = 4,
-    s.window = 100, s.F = 8;
-    return s;
-}
-// What the forward passes before these would have written: the number of products does not depend on it.
-inline void zero_inputs(AttentionSet& x) {
-    const size_t D = size_t(x.s.D);
-    x.dev.zero(x.q, x.s.query_rows() * D), x.dev.zero(x.kv, 6 * x.s.key_rows() * D);
-    x.dev.zero(x.compressed, 2 * x.s.cmp_rows() * D), x.dev.zero(x.lse, 3 * x.s.query_rows());
-}
-template <class F>
-double counted_mma(F work) {
-    const long before = emu::machine.count.mma;
-    work();
-    return double(emu::machine.count.mma - before);
-}
-}  // namespace bench_tests
-// The predicted number of products is what the kernels execute.
-TEST_LONG(cuda_bench_predicted_products) {
-    using namespace bench_tests;
-    Timed<Cuda> dev(0, size_t(1) << 20);
-    dev.warpgroups = false;  // the predictions are of mma.sync
-    auto count = [&](Branch b, const NsaShape& s, bool backward) {
-        AttentionSet x(dev, s, 3);
-        zero_inputs(x);
-        const Cuda::real* const k = b == CMP ? x.compressed : x.key(K_WIN);
-        const Cuda::real* const v = b == CMP ? k + s.cmp_rows() * size_t(s.D) : x.key(V_WIN);
-        return counted_mma([&] {
-            if (!backward) dev.Cuda::attention_forward(b, x.o, x.lse, x.q, k, v, x.scattered, s);
-            else
-                dev.Cuda::attention_backward(b, {x.dq, false, x.dkey(0), x.dkey(1), x.dout, x.row_dot, x.lse},
-                                             {x.q, k, v, x.scattered}, s);
-            dev.wait();
-        });
-    };
-    const long barriers = emu::machine.count.barriers;
-    count(WIN, wide_shape(200), false);
-    if (emu::machine.count.barriers == barriers)
-        return skip("cuda_bench_predicted_products: the kernels do not run in the emulator, so nothing is counted");
-    for (const int D : {64, 128})
-        for (const Branch b : {CMP, WIN})
-            for (const bool backward : {false, true}) {
-                NsaShape s = wide_shape(b == CMP ? 330 : 200);
-                s.D = D;
-                CHECK_NEAR(predicted_mma(predict_branch(b, s, backward)), count(b, s, backward), 0.5);
-            }
-    const NsaShape s = wide_shape(350);
-    const std::vector<uint32_t> masks = AttentionSet::selection(s, 3, 0, 1);  // of AttentionSet(.., 3), scattered
-    const SelectedPrediction selected{s, masks};
-    for (const bool gathered : {false, true}) {
-        dev.selected_kernel = gathered ? SelectedKernel::GATHER : SelectedKernel::TILES;
-        for (const bool backward : {false, true}) {
-            CHECK_NEAR(predicted_mma(selected.pass(backward, gathered)), count(SLC, s, backward), 0.5);
-        }
-    }
-    AttentionSet x(dev, s, 3);
-    zero_inputs(x);
-    CHECK_NEAR(
-        predicted_mma(predict_scores(s)),
-        counted_mma([&] { dev.Cuda::select_blocks(x.chosen, nullptr, x.q, x.compressed, x.lse, s), dev.wait(); }), 0.5);
-}
-#endif
 // Others' times beside ours: from rows whose sums are known, at two of the three lengths that others have.
 TEST(cuda_bench_published_times) {
     std::vector<AttentionRow> rows;
@@ -706,67 +634,27 @@ TEST(cuda_bench_step_runs) {
     CHECK_EQUAL(times.at("classifier").bytes, 2 * N * Vp * sizeof(Cuda::real));  // logits read, gradients written
 }
 #if defined(CUDA_ON_CPU) && !defined(PRECISION_FP32)
-// A step that is only counted has the calls, arithmetic and bytes of one that is computed; and the kernels that a
-// prediction counts with are as many as are launched.
-TEST(cuda_bench_step_is_counted) {
-    Config c = engine_config();
-    c.seq_len = 320, c.batch = 1;  // parts of the compressed branch's dK and dV
-    Timed<Cuda> dev(0, size_t(1) << 20);
-    dev.selected_kernel = SelectedKernel::TILES;
-    Model<Timed<Cuda>> model(dev, c, true);
-    Activations<Timed<Cuda>> a(dev, c, c.batch, c.seq_len, TRAINING);
-    model.initialise();
-    PerfStep<Cuda> step(model, a);
-    step.run();
-    dev.collect();
-    const std::map<std::string, OperationTime> counted = count_step(c);
-    CHECK_EQUAL(counted.size(), dev.times.size());
-    double kernels = 2 + 1 + 1;  // of add_sum, total_squares and set_guard, which have no clock
-    for (const auto& [name, time] : dev.times) {
-        REQUIRE(counted.count(name) == 1 && counts_of_operation(name));
-        CHECK_EQUAL(counted.at(name).calls, time.calls);
-        CHECK_EQUAL(counted.at(name).flops, time.flops);
-        CHECK_EQUAL(counted.at(name).bytes, time.bytes);
-        // without cuBLASLt's
-        const int products = name == "compress_forward"            ? 2
-                             : name == "compress_backward"         ? 4
-                             : name.compare(0, 8, "product ") == 0 ? 1
-                                                                   : 0;
-        kernels += (counts_of_operation(name)->launches - products) * double(time.calls);
-    }
-    const long before = emu::machine.count.launches;
-    step.run();
-    CHECK_EQUAL(double(emu::machine.count.launches - before), kernels);
-    // The preset: what a step is predicted to take, as a sum of its lines.
-    const bench_tests::Report report;
-    CHECK_EQUAL(run_step_prediction(report.file), 0);
-    double us = 0, all = 0;
-    for (const std::string& line : bench_tests::lines_of(report.text())) {
-        char name[64];
-        double figure;
-        if (std::sscanf(line.c_str(), "predicted: %63[^|]| %lf | us |", name, &figure) != 2) continue;
-        (std::strcmp(name, "all operations ") ? us : all) += figure;
-    }
-    CHECK(all > 0);
-    CHECK_NEAR(us, all, 2);
-}
-// `check` names the algorithm of each product that a step of a preset computes.
+// `check` names the algorithm of each product that a step of a preset computes: Y = X W^T, dX = dY W, dW = dY^T X for
+// rows [N, in], W [out, in].
 TEST(cuda_bench_check_names_every_product) {
-    Config c = options_of("--model 125m");
-    c.batch = preset_of(c).batch;
+    const Config c = options_of("--model 125m");
     Cuda dev(0, size_t(1) << 20);
     const bench_tests::Report report;
     print_products_of<Activations<Cuda>>("125m", dev, report.file);
     const std::string text = report.text();
-    size_t products = 0;
-    for (const auto& [name, time] : count_step(c)) {
-        if (name.compare(0, 8, "product ")) continue;
-        products++;
-        tests().checks++;
-        if (text.find(" " + name.substr(8) + ": algorithm ") == std::string::npos)
-            check_failed(__FILE__, __LINE__, "no %s in\n%s", name.c_str(), text.c_str());
-    }
-    CHECK_EQUAL(products, size_t(15));  // five matrices, three products each
+    const Activations<Cuda> a(dev, c, preset_of(c).batch, c.seq_len, TRAINING, 0, true);
+    const int N = int(preset_of(c).batch * c.seq_len), C = int(c.dim), M = int(c.mlp_hidden);
+    const int P = shape_of(c, 1, int(c.seq_len)).projected(), HD = int(c.heads * c.head_dim);
+    const int layers[][3] = {
+        {N, C, P}, {N, HD, C}, {N, C, M}, {N, M, C}, {int(a.logit_rows), C, int(TensorTable(c).padded_vocab)}};
+    for (const auto& [rows, in, out] : layers)
+        for (const std::string& product :
+             {format_text("%d x %d x %d nt", rows, out, in), format_text("%d x %d x %d nn", rows, in, out),
+              format_text("%d x %d x %d tn", out, in, rows)}) {
+            tests().checks++;
+            if (text.find(" " + product + ": algorithm ") == std::string::npos)
+                check_failed(__FILE__, __LINE__, "no %s in\n%s", product.c_str(), text.c_str());
+        }
 }
 #endif
 // Full attention has names of its own, and so has a step that computes again what was not kept.

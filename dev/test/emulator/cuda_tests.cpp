@@ -14,7 +14,6 @@
 
 int main(int argc, char** argv) {
     emu::machine.rough = true;  // a GPU's errors, so that the tests' limits hold on one
-    if (const int status = prediction_main(argc, argv); status >= 0) return status;
     const int status = device_results::main_of(argc, argv);
     return status >= 0 ? status : run_tests(argc, argv);
 }
