@@ -90,7 +90,6 @@ def read_config(text, path):
         "smear is on or off": c.smear in ("on", "off"),
         "head is tied or untied": c.head in ("tied", "untied"),
         "sizes are positive": min(v for v in dataclasses.asdict(c).values() if not isinstance(v, str)) > 0,
-        "reset_at_document, which has left, is 0": values.get("reset_at_document", 0) == 0,
         "heads is a multiple of kv_groups": c.heads % max(c.kv_groups, 1) == 0,
         "head_dim is even": c.head_dim % 2 == 0,
         "cmp_stride divides cmp_block and slc_block": (

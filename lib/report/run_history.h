@@ -35,9 +35,9 @@ struct RunHistory {
     LogSeries skipped;            // steps that changed no weight
     std::string sample, val_set;  // val_set: name of the validation set that decides
     int64_t sample_step = 0, last_step = 0;
-    double hours = 0;         // at work: from start to start, without what lies between
-    double last_time = 0;     // of the last line, since 1970
-    double last_clock = NAN;  // the same by a clock that nobody sets; older logs have none
+    double hours = 0;       // at work: from start to start, without what lies between
+    double last_time = 0;   // of the last line, since 1970
+    double last_clock = 0;  // the same by a clock that nobody sets
     size_t unreadable = 0;
     bool torn = false;  // the last line is not whole
 
@@ -127,21 +127,12 @@ inline void require_set_name(const std::string& name, const std::string& path) {
         fail("%s: '%s' is no name of a validation set", path.c_str(), name.c_str());
 }
 
-// Since the line before. Where only the time of day tells, more than a day and twice the step's own time was no work:
-// the clock was set.
-inline double seconds_of_line(const RunHistory& run, const Json& line, double time, double clock) {
-    if (std::isfinite(clock) && std::isfinite(run.last_clock)) return clock - run.last_clock;
-    const Json* const ms = line.find("ms");
-    const double seconds = time - run.last_time, of_step = ms ? ms->number_value * 1e-3 : 0;
-    return seconds > std::fmax(86400, 2 * of_step) ? of_step : seconds;
-}
-
 inline void add_log_line(RunHistory& run, const Json& line, const std::string& path) {
-    const double step = double(line.integer("step", path)), time = line.number("time", path);
+    const double step = double(line.integer("step", path)), time = line.number("time", path),
+                 clock = line.number("clock", path);
     const Json *const start = line.find("start"), *const tokens = line.find("tokens");
-    const double seen = tokens ? tokens->number(path) : 0,
-                 clock = line.find("clock") ? line.number("clock", path) : NAN;
-    if (!(time >= 0 && time < 1e11 && seen >= 0 && seen < 1e18 && step >= 0) || clock < 0 || clock > 1e11)
+    const double seen = tokens ? tokens->number(path) : 0;
+    if (!(time >= 0 && time < 1e11 && clock >= 0 && clock < 1e11 && seen >= 0 && seen < 1e18 && step >= 0))
         fail("%s: byte %llu: no step, time and tokens of a run", path.c_str(), (unsigned long long)line.offset);
     for (const std::string& key : line.keys)  // val_loss/NAME
         require_set_name(key.substr(std::min(key.find('/'), key.size() - 1) + 1), path);
@@ -149,7 +140,7 @@ inline void add_log_line(RunHistory& run, const Json& line, const std::string& p
         require_set_name(set->string(path), path);
         run.val_set = set->text;
     }
-    if (run.last_time > 0 && !start) run.hours += std::fmax(0, seconds_of_line(run, line, time, clock)) / 3600;
+    if (run.last_time > 0 && !start) run.hours += std::fmax(0, clock - run.last_clock) / 3600;
     run.last_clock = clock;
     run.last_time = time;
     run.last_step = std::max(run.last_step, int64_t(step));

@@ -141,9 +141,7 @@ inline Chart loss_chart(const std::vector<RunHistory>& runs, double LogPoint::*x
         c.lines.back().dots = true;
     }
     const auto reads_gpt2 = [](const RunHistory& run) {
-        const double size = run.fact("vocab_size");
-        const bool own = size > 0 && size != GPT2_VOCABULARY;  // older logs do not have it
-        return run.option("tokenizer") == "gpt2" && !own;
+        return run.option("tokenizer") == "gpt2" && run.fact("vocab_size") == GPT2_VOCABULARY;
     };
     if (std::any_of(runs.begin(), runs.end(), reads_gpt2))
         for (const PublishedLoss& p : GPT2_LOSSES) c.levels.emplace_back(p.loss, format_text("%s %.4f", p.of, p.loss));

@@ -65,50 +65,9 @@ static std::string config_json(const ModelConfig& model) {
     return text + format_text(", \"norm_eps\": %g}\n", NORM_EPS);
 }
 
-// Options that have left the program, and what they were where nobody gave them.
-static const struct {
-    const char *name, *default_text;
-    bool changes_results;
-} FORMER_OPTIONS[] = {
-    {"beta1", "0.9", true},           {"beta2", "0.95", true},
-    {"adam-eps", "1e-08", true},      {"stats-every", "0", false},
-    {"max-bad-steps", "3", false},    {"cuda-graph", "0", false},
-    {"reset-at-document", "0", true}, {"deterministic", "off", true},
-    {"skip-outliers", "0", true},     {"selected-kernels", "auto", false},
-    {"activation", "silu", true},     {"full-every", "1", true},
-};
-
-// Is this key of a run.json or a config.json one of them? Fails where nothing can go on without it as it was.
-static bool is_former_option(const std::string& key, const Json& value, const std::string& path) {
-    for (const auto& former : FORMER_OPTIONS) {
-        if (key != underscored(former.name)) continue;
-        const std::string was = value.kind == Json::Number ? format_text("%g", value.number_value) : value.text;
-        if (former.changes_results && was != former.default_text)
-            fail(
-                "%s: the run had --%s %s, which this program no longer has, and without it results change: use the "
-                "version that began the run, or take the line out of the file",
-                path.c_str(), former.name, was.c_str());
-        return true;
-    }
-    return false;
-}
-
-// What a version wrote that did not have these options yet is the model of their defaults.
-static Json parse_model_config(const std::string& path) {
-    Json config = parse_json(read_file(path), path);
-    for (size_t i = 0; i < config.keys.size(); i++) is_former_option(config.keys[i], config.items[i], path);
-    for (const std::string newer : {"branches", "qk-norm", "smear", "head"}) {
-        if (config.kind != Json::Object || config.find(underscored(newer))) continue;
-        const Option& o = option_named(newer);
-        config.keys.push_back(underscored(newer));
-        config.items.push_back(parse_json(o.integer ? o.default_text : json_quote(o.default_text), path));
-    }
-    return config;
-}
-
 // Reads a config.json into c, every field checked as the same option on the command line would be.
 static void read_config_json(Config& c, const std::string& path) {
-    const Json root = parse_model_config(path);
+    const Json root = parse_json(read_file(path), path);
     if (root.string("architecture", path) != "nsa")
         fail("%s: architecture is '%s', expected 'nsa'", path.c_str(), root.string("architecture", path).c_str());
     std::vector<std::pair<const char*, std::string>> values;  // read first: those errors name the path themselves
@@ -173,7 +132,7 @@ static void inherit_model(Config& c, std::set<std::string>& given) {
 // verb: what cannot be done otherwise, "resume" or "begin".
 static void require_same_model(const ModelConfig& c, const std::string& checkpoint, const char* verb) {
     const std::string path = checkpoint + "/config.json";
-    const Json saved = parse_model_config(path), asked = parse_json(config_json(c), "this run's options");
+    const Json saved = parse_json(read_file(path), path), asked = parse_json(config_json(c), "this run's options");
     for (size_t i = 0; i < asked.keys.size(); i++) {
         const bool may_begin = asked.keys[i] == "seq_len" || asked.keys[i] == "rope_base";  // no shape depends on it
         if (may_begin && !std::strcmp(verb, "begin")) continue;
@@ -240,7 +199,6 @@ static std::string manifest_json(const Config& c) { return options_json(with_abs
 static std::string value_text(const Json& value, const Option& o) {
     if (value.kind == Json::String) return value.text;
     value.require(Json::Number, underscored(o.name));
-    if (o.flag) return value.number_value ? "on" : "off";  // as version 0.2 wrote some of them
     return o.integer && value.is_integer ? std::to_string(value.integer_value)
                                          : format_text("%.17g", value.number_value);
 }
@@ -291,13 +249,12 @@ static bool inherit_options(Config& c, std::set<std::string>& given) {
             "cannot resume from %s with --seed %lld: the run began with %lld, on which data order and rounding depend; "
             "leave --seed out, or begin a new run with --init-from",
             folder.c_str(), (long long)c.seed, (long long)seed);
-    const std::string optimizer = then.find("optimizer") ? then.string("optimizer", path) : "adamw";
+    const std::string optimizer = then.find("optimizer") ? then.string("optimizer", path) : c.optimizer;
     if (given.count("optimizer") && c.optimizer != optimizer && !checkpoint_steps(folder).empty())
         fail(
             "cannot resume from %s with --optimizer %s: its moments are those of %s; leave --optimizer out, or begin a "
             "new run with --init-from",
             folder.c_str(), c.optimizer.c_str(), optimizer.c_str());
-    for (size_t i = 0; i < then.keys.size(); i++) is_former_option(then.keys[i], then.items[i], path);
     for (const Option& o : OPTIONS) {
         const Json* old = then.find(underscored(o.name));
         const std::string name = o.name;
@@ -346,7 +303,6 @@ static void read_options_file(Config& c, std::set<std::string>& given, bool prin
         std::replace(name.begin(), name.end(), '_', '-');
         if (of_run && (name == "program" || name == "starts" || file.items[i].kind == Json::Object)) continue;
         if (of_run && is_of_no_layer(name, of_file)) continue;
-        if (of_run && is_former_option(file.keys[i], file.items[i], path)) continue;
         const Option* const o = find_option(name);
         if (!o || !(o->verbs & TRAIN)) fail_unknown_option(name, TRAIN, path + ": ");
         if (of_run && !is_inherited(*o)) continue;

@@ -154,7 +154,7 @@ void add_moments(std::vector<TensorView>& views, Dev& dev, const Specs& specs, c
 }
 
 struct MomentPiece {
-    char moment;          // 'm' or 'v'; 0: the v of a matrix of Muon, zeros that older builds wrote
+    char moment;          // 'm' or 'v'
     size_t begin, count;  // in the flat array
     const float* values;
 };
@@ -171,13 +171,12 @@ MomentPiece moment_piece(const TensorView& view, const Specs& specs, const std::
              json_quote(view.name).c_str());
     const std::string prefix = view.name.substr(0, 2), name = bracket < 2 ? "" : view.name.substr(2, bracket - 2);
     const auto t = std::find_if(specs.begin(), specs.end(), [&](const auto& spec) { return spec.name == name; });
-    if ((prefix != "m." && prefix != "v.") || t == specs.end())
+    if ((prefix != "m." && prefix != "v.") || t == specs.end() || (prefix == "v." && t->orthogonal))
         fail("%s: tensor %s belongs to no tensor of this model", path.c_str(), json_quote(view.name).c_str());
     if (first >= last || last > t->size || view.elements() != int64_t(last - first))
         fail("%s: tensor %s has %lld elements, the whole one %zu", path.c_str(), view.name.c_str(),
              (long long)view.elements(), t->size);
-    const char moment = prefix[0] == 'v' && t->orthogonal ? '\0' : prefix[0];
-    return {moment, t->offset + first, last - first, static_cast<const float*>(view.data)};
+    return {prefix[0], t->offset + first, last - first, static_cast<const float*>(view.data)};
 }
 
 // Reads what a rank owns of m and v out of every rank's file, however many ranks wrote them. Fails unless all moments
@@ -192,7 +191,6 @@ void read_moments(Dev& dev, const Specs& specs, T* m, T* v, const Pieces& owned,
         const SafeTensors file(folder + "/" + record.name);
         for (const TensorView& view : file.tensors) {
             const MomentPiece piece = moment_piece(view, specs, file.path);
-            if (!piece.moment) continue;
             found += piece.count;
             for (const auto& p : owned) {
                 const size_t from = std::max(piece.begin, p.begin);

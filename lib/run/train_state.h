@@ -108,11 +108,9 @@ inline TrainState read_state(const Manifest& manifest) {
         fail("%s: loader has %zu integers, expected %zu", path.c_str(), loader.size(), state.loader.size());
     for (size_t i = 0; i < loader.size(); i++)
         state.loader[i] = read_loader_integer(loader[i].string(path + ": loader"), path, i);
-    state.tokens = manifest.state.find("tokens") ? uint64_t(manifest.state.integer("tokens", path))
-                                                 : state.loader[1] * state.loader[3];  // of 0.2: T times samples
-    if (manifest.state.find("shards"))                                                 // older checkpoints have no list
-        for (const Json& name : manifest.state.array("shards", path))
-            state.shards.push_back(name.string(path + ": shards"));
+    state.tokens = uint64_t(manifest.state.integer("tokens", path));
+    for (const Json& name : manifest.state.array("shards", path))
+        state.shards.push_back(name.string(path + ": shards"));
     state.was_validated = manifest.state.find("validation");
     state.left_validation = manifest.state.find("left_validation");
     read_window(state.losses, manifest, "losses");

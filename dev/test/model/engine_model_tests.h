@@ -352,14 +352,7 @@ TEST_ON(ModelEngines, model_resumed_equals_uninterrupted, false) {  // checkpoin
         TrainState state;
         state.step = state.last_update = 2, state.loader = loader_numbers(first_data->state());
         const std::string writing = begin_checkpoint(c.out, 2);
-        Snapshot snapshot = take_snapshot(first, world);
-        std::vector<std::vector<float>> zeros;  // older builds also wrote these for Muon's matrices
-        for (const TensorSpec& t : first.table.specs) {
-            if (!t.orthogonal) continue;
-            zeros.emplace_back(t.size);
-            snapshot.moments.push_back(tensor_view(format_text("v.%s[0:%zu]", t.name.c_str(), t.size),
-                                                   {int64_t(t.size)}, zeros.back().data()));
-        }
+        const Snapshot snapshot = take_snapshot(first, world);
         const std::string folder_of_2 = commit_checkpoint(c.out, 2, write_snapshot(snapshot, writing, 0, 1),
                                                           state_json(state, manifest_json(c), 1));
         const TrainState loaded = load_checkpoint(second, folder_of_2);

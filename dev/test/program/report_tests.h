@@ -9,26 +9,32 @@
 
 namespace report_log {
 
+// How a line begins; the clock that nobody sets is the time of day here.
+inline std::string line_begin(int step, double time) {
+    return format_text("{\"step\":%d,\"time\":%.3f,\"clock\":%.3f", step, time, time);
+}
 inline std::string start(int step, double time, const char* more = "") {
-    return format_text(
-        "{\"step\":%d,\"time\":%.3f,\"tokens\":%d,\"start\":{\"version\":\"1.2-abc\",\"device\":\"CPU\",\"ranks\":2,"
-        "\"parameters\":10,\"flops_per_token\":3000000,\"peak_flops\":1e9%s}}\n",
-        step, time, step * 100, more);
+    return line_begin(step, time) +
+           format_text(
+               ",\"tokens\":%d,\"start\":{\"version\":\"1.2-abc\",\"device\":\"CPU\",\"ranks\":2,"
+               "\"parameters\":10,\"vocab_size\":50257,\"flops_per_token\":3000000,\"peak_flops\":1e9%s}}\n",
+               step * 100, more);
 }
 inline std::string validation(int step, double time, const char* loss) {
-    return format_text("{\"step\":%d,\"time\":%.3f,\"tokens\":%d,\"val_loss\":%s,\"val_tokens\":256}\n", step, time,
-                       step * 100, loss);
+    return line_begin(step, time) +
+           format_text(",\"tokens\":%d,\"val_loss\":%s,\"val_tokens\":256}\n", step * 100, loss);
 }
 inline std::string training(int step, double time, const char* loss, double speed, bool skipped = false) {
-    return format_text(
-        "{\"step\":%d,\"time\":%.3f,\"loss\":%s,\"lr\":1e-3,\"grad_norm\":%s,\"loss_z\":null,\"norm_z\":null,"
-        "\"skipped\":%s,\"ms\":1000,\"tokens_per_s\":%.1f,\"tokens\":%d,\"epoch\":0.1,\"peak_memory_mib\":%d,"
-        "\"layers\":[{\"gate\":[0.1,0.2,0.3],\"gate_entropy\":1.0,\"importance_selected\":0.9},"
-        "{\"gate\":[0.4,0.5,0.6],\"gate_entropy\":0.8,\"importance_selected\":0.7}]}\n",
-        step, time, loss, loss, skipped ? "true" : "false", speed, step * 100, 50 + step);
+    return line_begin(step, time) +
+           format_text(
+               ",\"loss\":%s,\"lr\":1e-3,\"grad_norm\":%s,\"loss_z\":null,\"norm_z\":null,"
+               "\"skipped\":%s,\"ms\":1000,\"tokens_per_s\":%.1f,\"tokens\":%d,\"epoch\":0.1,\"peak_memory_mib\":%d,"
+               "\"layers\":[{\"gate\":[0.1,0.2,0.3],\"gate_entropy\":1.0,\"importance_selected\":0.9},"
+               "{\"gate\":[0.4,0.5,0.6],\"gate_entropy\":0.8,\"importance_selected\":0.7}]}\n",
+               loss, loss, skipped ? "true" : "false", speed, step * 100, 50 + step);
 }
 inline std::string sample(int step, double time, const std::string& text) {
-    return format_text("{\"step\":%d,\"time\":%.3f,\"sample\":%s}\n", step, time, json_quote(text).c_str());
+    return line_begin(step, time) + format_text(",\"sample\":%s}\n", json_quote(text).c_str());
 }
 
 // Four steps, of which a resume did the last two after an hour's pause, and a sample.
@@ -170,13 +176,13 @@ TEST(report_reads_a_run_that_was_resumed) {
     CHECK_EQUAL(value_of(rows, "resumes"), std::string("1"));
     CHECK_EQUAL(value_of(rows, "HellaSwag"), std::string("no such row"));
     const RunHistory choices = history(
-        folder, "choices", resumed_run() + "{\"step\":4,\"time\":4612,\"hellaswag\":0.271,\"hellaswag_plain\":0.3}\n");
+        folder, "choices", resumed_run() + line_begin(4, 4612) + ",\"hellaswag\":0.271,\"hellaswag_plain\":0.3}\n");
     CHECK_EQUAL(value_of(report_rows({choices}, 5000), "HellaSwag"), std::string("0.2710"));
     CHECK_EQUAL(choices.of("hellaswag")[0].tokens, 400.0);
     // Recall of the built-in corpus, beside what guessing costs: ln 26.
-    const std::vector<RunHistory> recall = {history(
-        folder, "recall",
-        resumed_run() + "{\"step\":4,\"time\":4612,\"val_loss\":2.5,\"val_tokens\":64,\"recall_loss\":0.625}\n")};
+    const std::vector<RunHistory> recall = {
+        history(folder, "recall",
+                resumed_run() + line_begin(4, 4612) + ",\"val_loss\":2.5,\"val_tokens\":64,\"recall_loss\":0.625}\n")};
     CHECK_EQUAL(value_of(rows, "recall loss"), std::string("no such row"));
     CHECK_EQUAL(value_of(report_rows(recall, 5000), "recall loss"), std::string("0.6250"));
     CHECK(holds(report_page(recall, 5000), "guessing 3.26"));
@@ -184,13 +190,12 @@ TEST(report_reads_a_run_that_was_resumed) {
     CHECK(holds(report_page({choices}, 5000), "GPT-2 124M 0.2945"));
 }
 
-// A clock that somebody sets is no time at work: each line has the count of another one, and in a log of before that
-// had it, more than a day between two lines is no work.
+// A clock that somebody sets is no time at work: each line has the count of another one.
 TEST(report_counts_no_leap_of_the_clock) {
     using namespace report_log;
     const TempFolder folder;
-    const auto with_clock = [](std::string line, double clock) {
-        return line.insert(line.find(",\"tokens\""), format_text(",\"clock\":%.3f", clock));
+    const auto with_clock = [](const std::string& line, double clock) {
+        return std::regex_replace(line, std::regex("\"clock\":[^,]*"), format_text("\"clock\":%.3f", clock));
     };
     const double leap = 9600 * 3600;
     const std::string leaps = with_clock(start(0, 1000), 50) + with_clock(validation(0, 1001, "5"), 51) +
@@ -200,10 +205,6 @@ TEST(report_counts_no_leap_of_the_clock) {
     const RunHistory run = history(folder, "leaps", leaps);
     CHECK_NEAR(run.hours * 3600, 5, 1e-9);
     CHECK(run.numbers.count("clock") == 0);
-    const RunHistory old = history(folder, "old",
-                                   start(0, 1000) + training(1, 1001, "5", 1) + training(2, 1002 + leap, "4", 1) +
-                                       training(3, 1003 + leap, "3", 1));
-    CHECK_NEAR(old.hours * 3600, 3, 1e-9);
 }
 
 // A page runs its own script alone, whatever stands in the log and the options of a run folder that somebody sent.
@@ -215,7 +216,7 @@ TEST(report_page_runs_no_script_of_the_log) {
                       quoted = json_quote("'\"><script>alert(2)</script>" + evil);
     const std::string name = quoted.substr(1, quoted.size() - 2);
     const auto line = [&](const std::string& fields) {
-        return "{\"step\":4,\"time\":4612,\"tokens\":400" + fields + "}\n";
+        return line_begin(4, 4612) + ",\"tokens\":400" + fields + "}\n";
     };
     const std::string log =
         resumed_run() + line(",\"val_loss/" + name + "\":2.5") + line(",\"val_set\":" + quoted) +
@@ -265,15 +266,21 @@ TEST(report_reads_logs_that_end_anywhere) {
     CHECK(holds(value_of(report_rows({damaged}, 1e9), "state"), "1 line of the log cannot be read"));
     // Lines that are JSON, and nonsense.
     const std::string nonsense =
-        "{\"step\":-1,\"time\":10}\n{\"step\":1,\"time\":1e300}\n{\"step\":1,\"time\":10,\"tokens\":-5}\n"
-        "{\"step\":1,\"time\":10,\"tokens\":\"many\"}\n{\"step\":1e3,\"time\":10}\n{\"time\":10}\n";
-    CHECK_EQUAL(history(folder, "nonsense", nonsense + whole).unreadable, size_t(6));
+        "{\"step\":-1,\"time\":10,\"clock\":1}\n"
+        "{\"step\":1,\"time\":1e300,\"clock\":1}\n"
+        "{\"step\":1,\"time\":10,\"clock\":-1}\n"
+        "{\"step\":1,\"time\":10,\"clock\":1,\"tokens\":-5}\n"
+        "{\"step\":1,\"time\":10,\"clock\":1,\"tokens\":\"many\"}\n"
+        "{\"step\":1e3,\"time\":10,\"clock\":1}\n"
+        "{\"time\":10,\"clock\":1}\n"
+        "{\"step\":1,\"time\":10}\n";
+    CHECK_EQUAL(history(folder, "nonsense", nonsense + whole).unreadable, size_t(8));
     const std::vector<RunHistory> wild = {
         history(folder, "wild", training(1, 1002, "1e308", 1e17) + training(2, 1003, "-1e308", 1e17 + 16))};
     CHECK(!report_page(wild, 20).empty() && !report_text(wild, 20, 80).empty());
     // Without starts, validation, statistics, run.json: as much as there is.
     const std::vector<RunHistory> bare = {
-        history(folder, "bare", "{\"step\":1,\"time\":10,\"loss\":4,\"tokens\":64}\n", "")};
+        history(folder, "bare", "{\"step\":1,\"time\":10,\"clock\":1,\"loss\":4,\"tokens\":64}\n", "")};
     const std::string page = report_page(bare, 20);
     CHECK_EQUAL(unbalanced_tag(page), std::string());
     CHECK(holds(page, "Training loss over tokens") && !holds(page, "Sparse attention"));

@@ -172,28 +172,15 @@ TEST(run_config_json_is_checked_field_by_field) {
     for (const std::string& key : root.keys) {
         std::string renamed = whole;
         renamed.replace(renamed.find("\"" + key + "\""), key.size() + 2, "\"other\"");
-        // younger than the others, so that it has a default
-        if (is_choice(key, "branches|qk_norm|smear|head")) {
-            write_file(path, renamed);
-            read_config_json(read, path);
-            CHECK_EQUAL(config_json(read), whole);
-        } else {
-            refused(renamed, key);
-        }
+        refused(renamed, key);
         refused(with_json_value(whole, key, "null"), key);
         refused(with_json_value(whole, key, "[]"), key);
         const bool word = root.get(key, path).kind == Json::String;
         for (const char* wrong : {"\"llama\"", "\"\""})
             if (word) refused(with_json_value(whole, key, wrong), key);
-        for (const char* wrong : {"0", "-1", "1.5", "\"16\"", "1e3", "99999999999", "999999999999999999999"})
+        for (const char* wrong : {"0", "-1", "1.5", "\"16\"", "1e300", "99999999999", "999999999999999999999"})
             if (!word) refused(with_json_value(whole, key, wrong), key);
     }
-    // An option that has left: its default is what every model has, and nothing else is.
-    const std::string former = whole.substr(0, whole.rfind('}')) + ", \"reset_at_document\": 0}\n";
-    write_file(path, former);
-    read_config_json(read, path);
-    CHECK_EQUAL(config_json(read), whole);
-    refused(with_json_value(former, "reset_at_document", "1"), "reset_at_document");
     refused(with_json_value(whole, "heads", "3"), "heads");
     refused(with_json_value(whole, "head_dim", "31"), "head_dim");
     refused(with_json_value(whole, "cmp_block", "18"), "cmp_block");
