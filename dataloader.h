@@ -16,8 +16,6 @@
 #pragma once
 #include <future>
 
-#include "lib/base/errors.h"
-#include "lib/base/profile.h"
 #include "lib/data/data_sets.h"
 #include "lib/data/token_source.h"
 
@@ -280,11 +278,3 @@ class DataLoader {
         return text;
     }
 };
-
-// All ranks have their next B samples, or all fail with the first one's error.
-template <class World>
-void read_samples(DataLoader& loader, const World& world, std::vector<int32_t>& inputs, std::vector<int32_t>& targets,
-                  int B, uint8_t* answer = nullptr) {
-    const ProfileRange range("data");
-    fail_together(world, error_of([&] { loader.next_batch(inputs.data(), targets.data(), B, answer); }));
-}

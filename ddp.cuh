@@ -1,15 +1,11 @@
-// ddp.cuh: data parallelism, from the ranks of a run to the summed gradient and the shares of the optimiser's state.
-//   Transport    MPI, or NCCL for GPUs that no MPI brought together
-//   World        the ranks of the run, and collectives on small host data
-//   Reducer      sums the buckets over the ranks while the backward pass goes on: by MPI through the host's memory, for
-//                every engine, or by NCCL between GPUs
-// Read Reducer first. lib/model/partition.h says what each rank reduces and updates, lib/run/launch.h what a launcher
-// says. The launcher ends the others where a rank dies.
+// ddp.cuh: data parallelism, from the buckets of the gradient to its sum and the shares of the optimiser's state.
+//   NcclTransport    ranks on GPUs that no MPI brought together; the others, and World itself, are in lib/run/world.h
+//   Reducer          sums the buckets over the ranks while the backward pass goes on: by MPI through the host's memory,
+//                    for every engine, or by NCCL between GPUs
+// Read Reducer first. lib/model/partition.h says what each rank reduces and updates.
 #pragma once
 #include <algorithm>
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <memory>
 #include <string>
 #include <thread>
@@ -21,11 +17,9 @@
 #include <mpi.h>
 #endif
 
-#include "lib/run/launch.h"
-#include "lib/base/background.h"
 #include "lib/base/profile.h"
 #include "lib/model/partition.h"
-#include "lib/run/watchdog.h"
+#include "lib/run/world.h"
 #include "nsa_cpu.h"
 #ifdef USE_NCCL
 #include "lib/run/rendezvous.h"
@@ -33,42 +27,7 @@
 #endif
 
 // ---------------------------------------------------------------------------------------------------------------------
-// What brings the ranks together. One operation is enough for every collective of World.
-
-class Transport {
-  public:
-    int rank = 0, size = 1;
-#ifdef USE_NCCL
-    ncclComm_t communicator = nullptr;  // of all ranks, if it has one
-#endif
-    virtual ~Transport() = default;
-    // Bytes of a rank at a time; a multiple of 8.
-    size_t piece() const { return std::max(4096, (4 << 20) / size / 8 * 8); }
-    // all [size, bytes] = every rank's mine [bytes]. bytes: at most piece().
-    virtual void all_gather(const char* mine, char* all, size_t bytes) = 0;
-    // After an error of this rank, whose process ends.
-    virtual void abort(int) {}
-};
-
-#ifdef USE_MPI
-class MpiTransport : public Transport {
-  public:
-    explicit MpiTransport(const Launch& launch) {
-        int provided;
-        MPI_Init_thread(nullptr, nullptr, MPI_THREAD_FUNNELED, &provided);  // only the main thread calls MPI
-        if (provided < MPI_THREAD_FUNNELED)
-            fail("this MPI cannot serve a program that has threads (MPI_THREAD_FUNNELED): install another");
-        MPI_Comm_rank(MPI_COMM_WORLD, &rank);
-        MPI_Comm_size(MPI_COMM_WORLD, &size);
-        if (launch.size > 0 && launch.size != size) refuse_other_mpi(launch, size);
-    }
-    ~MpiTransport() override { MPI_Finalize(); }
-    void all_gather(const char* mine, char* all, size_t bytes) override {
-        MPI_Allgather(mine, int(bytes), MPI_BYTE, all, int(bytes), MPI_BYTE, MPI_COMM_WORLD);
-    }
-    void abort(int status) override { MPI_Abort(MPI_COMM_WORLD, status); }
-};
-#endif
+// NCCL between ranks that no MPI brought together.
 
 #ifdef USE_NCCL
 // What has gone wrong with a collective under way, on this or another rank; "" while nothing has.
@@ -91,6 +50,7 @@ void await(ncclComm_t communicator, const std::string& what, Arrived arrived) {
 
 // Small host data travel through a little device memory.
 class NcclTransport : public Transport {
+    ncclComm_t nccl = nullptr;
     cudaStream_t stream = nullptr;
     cudaEvent_t passed = nullptr;
     char *sent = nullptr, *received = nullptr;  // [piece], [size, piece]
@@ -108,14 +68,15 @@ class NcclTransport : public Transport {
         if (rank == 0) NCCL_CHECK(ncclGetUniqueId(&id));
         rendezvous::share_id(id.internal, launch, start_timeout);
         CUDA_CHECK(cudaSetDevice((launch.local_rank < 0 ? rank : launch.local_rank) % gpus));
-        NCCL_CHECK(ncclCommInitRank(&communicator, size, id, rank));
+        NCCL_CHECK(ncclCommInitRank(&nccl, size, id, rank));
+        communicator = nccl;
         CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
         CUDA_CHECK(cudaEventCreateWithFlags(&passed, cudaEventDisableTiming));
         CUDA_CHECK(cudaMalloc(&sent, piece()));
         CUDA_CHECK(cudaMalloc(&received, piece() * size_t(size)));
     }
     ~NcclTransport() override {  // an error here would help nobody
-        ncclCommDestroy(communicator);
+        ncclCommDestroy(nccl);
         cudaFree(sent);
         cudaFree(received);
         cudaEventDestroy(passed);
@@ -123,153 +84,19 @@ class NcclTransport : public Transport {
     }
     void all_gather(const char* mine, char* all, size_t bytes) override {
         CUDA_CHECK(cudaMemcpyAsync(sent, mine, bytes, cudaMemcpyHostToDevice, stream));
-        NCCL_CHECK(ncclAllGather(sent, received, bytes, ncclUint8, communicator, stream));
+        NCCL_CHECK(ncclAllGather(sent, received, bytes, ncclUint8, nccl, stream));
         CUDA_CHECK(cudaEventRecord(passed, stream));
-        await(communicator, "the ranks have lost each other", [this] { return has_passed(passed); });
+        await(nccl, "the ranks have lost each other", [this] { return has_passed(passed); });
         CUDA_CHECK(cudaMemcpy(all, received, bytes * size_t(size), cudaMemcpyDeviceToHost));
     }
 };
-#endif
 
-// ---------------------------------------------------------------------------------------------------------------------
-// All ranks of the run. Every rank calls the same collectives in the same order, from its main thread.
-
-struct World {
-    int rank = 0, size = 1;              // among all processes
-    int local_rank = 0, local_size = 1;  // among the processes of this machine
-    int device_sharers = 1;              // ranks on this machine's CPU, or on this rank's GPU, that share its memory
-    std::string host = host_name(), machine = machine_word();
-    std::string launcher;            // "one process", "mpirun", "srun", "RANK/WORLD_SIZE"
-    std::vector<std::string> hosts;  // of every rank
-    std::string device;              // what this rank computes on, for messages; "" until it is known
-    bool has_mpi = false;            // gradients can travel through the host's memory
-    mutable Watchdog watchdog;
-#ifdef USE_NCCL
-    ncclComm_t communicator = nullptr;  // of all ranks, where NCCL alone brings them together
-#endif
-
-  private:
-    std::unique_ptr<Transport> transport;  // none for one process alone
-
-    static std::unique_ptr<Transport> connect(const Launch& launch, [[maybe_unused]] double start_timeout) {
-#ifdef USE_MPI
-        if (launch.by_mpi) return std::make_unique<MpiTransport>(launch);
-#endif
-#ifdef USE_NCCL
-        return std::make_unique<NcclTransport>(launch, start_timeout);
+inline std::unique_ptr<Transport> connect_by_nccl(const Launch& launch, double start_timeout) {
+    return std::make_unique<NcclTransport>(launch, start_timeout);
+}
 #else
-        refuse_launch(format_text(
-            "%s makes this process one of %d ranks, but this build has no NCCL, the only way to sum the gradients of "
-            "ranks that were started this way: start them with mpirun -np %d ./train_nsa ...",
-            launch.launcher.c_str(), launch.size, launch.size));
+constexpr ConnectByNccl connect_by_nccl = nullptr;
 #endif
-    }
-
-    // Calls take(offset, every rank's bytes from there on, one rank after the other, how many of each) piece by piece.
-    template <class Take>
-    void all_gather(const void* mine, size_t bytes, Take take) const {
-        const Watchdog::Waiting waiting(watchdog);
-        std::vector<char> all(std::min(bytes, transport->piece()) * size_t(size));
-        for (size_t at = 0; at < bytes; at += transport->piece()) {
-            const size_t count = std::min(transport->piece(), bytes - at);
-            transport->all_gather(static_cast<const char*>(mine) + at, all.data(), count);
-            take(at, all.data(), count);
-            watchdog.tick();
-        }
-    }
-
-  public:
-    // Returns when all ranks are there. start_timeout: seconds that they may take.
-    explicit World(const Launch& launch = {}, double start_timeout = 300)
-        : launcher(launch.launcher), has_mpi(launch.by_mpi) {
-        std::unique_ptr<TimeLimit> limit;
-        if (launch.by_mpi || launch.size > 1) {
-            // later than NCCL's rendezvous, which says more, and not all at once
-            const double seconds = start_timeout + (has_mpi ? 0 : 15) + 0.3 * std::min(10, rank_in_environment());
-            limit = std::make_unique<TimeLimit>(
-                seconds, format_text("rank %d on %s has waited %.0f s for the other ranks to start: has one ended or "
-                                     "stopped, or does its host lack the program or a library?",
-                                     rank_in_environment(), host.c_str(), seconds));
-            transport = connect(launch, start_timeout);
-            rank = transport->rank;
-            size = transport->size;
-#ifdef USE_NCCL
-            communicator = transport->communicator;
-#endif
-        }
-        hosts = gather(host);
-        const std::vector<std::string> machines = gather(machine);
-        local_size = int(std::count(machines.begin(), machines.end(), machine));
-        local_rank = int(std::count(machines.begin(), machines.begin() + rank, machine));
-        watchdog.call_it(name());
-    }
-
-    // For messages, of this rank and of its watchdog.
-    void compute_on(const std::string& what) {
-        device = what;
-        watchdog.call_it(name());
-    }
-    std::string name() const {
-        if (size == 1) return "this process";
-        return format_text("rank %d on %s%s%s", rank, host.c_str(), device.empty() ? "" : ", ", device.c_str());
-    }
-
-    // x [count] = sum of every rank's x in the order of ranks, the same bits on every rank.
-    template <class T>
-    void sum(T* x, size_t count) const {
-        if (!transport) return;
-        all_gather(x, count * sizeof(T), [&](size_t at, const char* all, size_t bytes) {
-            T* const sums = x + at / sizeof(T);
-            const T* const values = reinterpret_cast<const T*>(all);
-            const size_t n = bytes / sizeof(T);
-            std::copy_n(values, n, sums);
-            for (int r = 1; r < size; r++)
-                for (size_t i = 0; i < n; i++) sums[i] += values[size_t(r) * n + i];
-        });
-    }
-    double sum(double x) const {
-        sum(&x, 1);
-        return x;
-    }
-    void barrier() const { sum(0.0); }
-    // The lowest of every rank's x.
-    double lowest(double x) const {
-        std::vector<double> all(size_t(size), 0.0);
-        all[size_t(rank)] = x;
-        sum(all.data(), all.size());
-        return *std::min_element(all.begin(), all.end());
-    }
-    // Every rank's text, on every rank. Meant for names and digests.
-    std::vector<std::string> gather(const std::string& mine) const {
-        if (!transport) return {mine};
-        std::vector<double> lengths(size_t(size), 0.0);
-        lengths[size_t(rank)] = double(mine.size());
-        sum(lengths.data(), lengths.size());
-        std::string padded = mine;
-        padded.resize(size_t(*std::max_element(lengths.begin(), lengths.end())));
-        std::vector<std::string> texts(static_cast<size_t>(size));
-        all_gather(padded.data(), padded.size(), [&](size_t, const char* all, size_t bytes) {
-            for (size_t r = 0; r < texts.size(); r++) texts[r].append(all + r * bytes, bytes);
-        });
-        for (size_t r = 0; r < texts.size(); r++) texts[r].resize(size_t(lengths[r]));
-        return texts;
-    }
-
-    // Every rank has finished its work: returns when all have.
-    void finish() {
-        barrier();
-        watchdog.stop();
-        transport.reset();
-    }
-    // After an error on this rank, which it has printed: the launcher ends the others, which would wait for ever.
-    [[noreturn]] void abort(int status) const {
-        std::fflush(nullptr);
-        // mpirun forwards what was printed, but not after an abort: without the pause 2 of 30 messages were lost
-        if (size > 1) usleep(200000);
-        if (transport) transport->abort(status);
-        std::_Exit(status);
-    }
-};
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Reducer. While the backward pass runs from the last layer to the first, ready(offset) says that everything from
@@ -279,16 +106,6 @@ struct World {
 struct ReduceOptions {
     int zero = 0;       // 1: a rank needs the sums of its own parts only. Not so with Muon: a part cuts matrices
     bool bf16 = false;  // gradients are rounded to bf16 to travel
-};
-
-struct ReduceTimes {
-    double total = 0;    // seconds with a reduction under way
-    double exposed = 0;  // of these, seconds in which the step waited for nothing else
-    int64_t steps = 0;
-    void add(double under_way, double waited) {
-        total += under_way;
-        exposed += waited;
-    }
 };
 
 template <class Dev>
@@ -542,7 +359,7 @@ class NcclReducer : public Reducer<Cuda> {
           grads(g),
           options(o),
           next(p.buckets()),
-          communicator(w.communicator ? w.communicator : make_communicator(w)),
+          communicator(w.communicator ? static_cast<ncclComm_t>(w.communicator) : make_communicator(w)),
           side(d) {
         if (options.bf16) narrow = dev.allocate<__nv_bfloat16>(partition.bucket);
     }

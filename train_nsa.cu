@@ -10,9 +10,10 @@
 // dev/MODEL.md specifies the model. An engine does the arithmetic of each operation: Cpu in nsa_cpu.h or Cuda in
 // nsa_kernels.cuh; `dev` is one of the two. `c` holds options: what a model sees is a ModelConfig, what the loop sees a
 // TrainConfig, and Config is all that a command line gives, see lib/run/options.h; shape_of() in lib/run/config_files.h
-// turns them into the shapes of the attention. Ranks are in ddp.cuh, token shards in dataloader.h, text in tokenizer.h,
-// and all that is not about the model in lib/: checkpoints in lib/run/model_files.h, the start of a run in
-// lib/run/start.h, the verbs in lib/run/verbs.h, lib/run/check.h and lib/report.
+// turns them into the shapes of the attention. Ranks are in lib/run/world.h, the sum of their gradients in ddp.cuh,
+// token shards in dataloader.h, text in tokenizer.h, and all that is not about the model in lib/: checkpoints in
+// lib/run/model_files.h, the start of a run in lib/run/start.h, the verbs in lib/run/verbs.h, lib/run/check.h and
+// lib/report.
 #include <set>
 #include <string>
 #include <vector>
@@ -882,7 +883,7 @@ struct Run {
     std::unique_ptr<Activations<Dev>> activations;
     TrainState state;
     RunReport report;
-    CheckpointSaver<World> saver;
+    CheckpointSaver saver;
     std::vector<StepResult> pending;  // the engine has them, and they are not yet reported
     Stop stop = GO_ON;
     // To read them, the host has to wait for the GPU.
@@ -1241,10 +1242,10 @@ int main(int argc, char** argv) {
     prepare_for_errors();
     set_omp_wait(argv);
     std::unique_ptr<World> world;
-    const int status = report_errors<World>(nullptr, [&] {
+    const int status = report_errors(nullptr, [&] {
         take_stop_signals();
         const bool alone = is_for_one_process(argc, argv, started_by_mpi());
-        world = std::make_unique<World>(alone ? Launch() : read_launch(mpi_name(), argc, argv));
+        world = std::make_unique<World>(alone ? Launch() : read_launch(mpi_name(), argc, argv), connect_by_nccl);
         return 0;
     });
     if (status) return status;

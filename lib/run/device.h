@@ -10,13 +10,13 @@
 #include <thread>
 #include <vector>
 
-#include "../base/errors.h"
 #include "../base/gpu_search.h"
 #include "../base/machine.h"
 #include "../base/processor.h"
 #include "build_info.h"
 #include "options.h"
 #include "../base/util.h"
+#include "world.h"
 
 // Chosen at the start of a run, which prints it.
 struct Device {
@@ -45,8 +45,7 @@ inline BuildReport build_report(const Device& device, const std::string& mpi) {
 
 // A rank's share of its machine's processors. Where the launcher has bound ranks to processors of their own, all of
 // those. own: the usable processors of this process, list: which ones, as text.
-template <class World>
-int threads_of_rank(const World& world, int own, const std::string& list) {
+inline int threads_of_rank(const World& world, int own, const std::string& list) {
     if (world.size == 1) return own;
     const std::vector<std::string> places = world.gather(world.machine + " " + list);
     int sharers = 0, neighbours = 0;
@@ -58,14 +57,10 @@ int threads_of_rank(const World& world, int own, const std::string& list) {
 }
 
 // All ranks ask, because they answer each other here.
-template <class World>
-int threads_of_rank(const World& world) {
-    return threads_of_rank(world, usable_processors(), processor_list());
-}
+inline int threads_of_rank(const World& world) { return threads_of_rank(world, usable_processors(), processor_list()); }
 
 // Ranks on GPUs and ranks on CPUs cannot sum gradients together.
-template <class World>
-void require_same_kind_of_device(const Device& d, const World& world) {
+inline void require_same_kind_of_device(const Device& d, const World& world) {
     if (world.size == 1) return;
     const std::string mine = (d.gpu ? "GPU, because " : "CPU, because ") + d.reason;
     const std::vector<std::string> all = world.gather(mine);
@@ -192,8 +187,7 @@ inline Device device_of(const MachineConfig& c, int share, const GpuSearch& gpus
 
 // Open MPI's mpirun binds each of a few ranks to one core, and leaves the others of the machine idle. "" if it does
 // not.
-template <class World>
-std::string idle_processors(const World& world) {
+inline std::string idle_processors(const World& world) {
     std::set<int> taken;
     for (const std::string& place : world.gather(world.machine + " " + processor_list())) {
         std::istringstream words(place);
@@ -210,8 +204,7 @@ std::string idle_processors(const World& world) {
 }
 
 // The device of this rank. All ranks ask.
-template <class World>
-Device choose_device(const MachineConfig& c, const World& world, const GpuSearch& gpus) {
+inline Device choose_device(const MachineConfig& c, const World& world, const GpuSearch& gpus) {
     Device d = device_of(c, threads_of_rank(world), gpus, world.rank == 0);
     if (d.gpu) d.gpu_number = world.local_rank % gpus.count;
     d.idle = idle_processors(world);
@@ -226,8 +219,8 @@ struct GradientPath {
 };
 
 // All ranks ask. gpu: its name and bus, such as "GPU 0 (NVIDIA H200)" and "0000:4b:00.0"; "" on a CPU.
-template <class World>
-GradientPath choose_path(World& world, const EngineInfo& engine, const std::string& gpu, const std::string& bus) {
+inline GradientPath choose_path(World& world, const EngineInfo& engine, const std::string& gpu,
+                                const std::string& bus) {
     world.device_sharers = gpu.empty() ? world.local_size : 1;
     if (world.size == 1) return {};
     if (gpu.empty() && !world.has_mpi)

@@ -18,6 +18,7 @@
 #include "../base/json.h"
 #include "../base/system.h"
 #include "../base/util.h"
+#include "world.h"
 
 extern char** environ;
 
@@ -89,9 +90,8 @@ inline Facts commit_of(const std::string& version) {
 }
 
 // engine: describe() of the one in use. checkpoint: from which the run goes on, or "".
-template <class World>
-std::string environment_json(const World& world, const std::string& engine, const Versions& libraries,
-                             const std::string& checkpoint) {
+inline std::string environment_json(const World& world, const std::string& engine, const Versions& libraries,
+                                    const std::string& checkpoint) {
     const std::string driver = system_line("/proc/driver/nvidia/version", "NVIDIA");
     struct utsname system = {};
     uname(&system);

@@ -1,5 +1,5 @@
 // launch.h: what a launcher says of the processes of a run, in environment variables: rank and number of ranks, as
-// mpirun, torchrun or Slurm put them there. World in ddp.cuh uses it.
+// mpirun, torchrun or Slurm put them there. World in world.h uses it.
 #pragma once
 #include <cctype>
 #include <cerrno>

@@ -17,7 +17,7 @@
 #include "train_state.h"
 
 // What this rank writes of the model. All ranks call it.
-template <class Model, class World>
+template <class Model>
 Snapshot take_snapshot(const Model& model, const World& world) {
     auto& dev = model.dev;
     const auto& specs = model.table.specs;

@@ -23,6 +23,7 @@
 #include "../base/system.h"
 #include "train_state.h"
 #include "../base/util.h"
+#include "world.h"
 
 // JSON has no NaN.
 inline std::string json_number(const char* format, double x) {
@@ -36,7 +37,7 @@ inline double peak_memory_mib() { return peak_resident_bytes() / (1 << 20); }
 // Before the first step.
 
 // reducer: how gradients travel.
-template <class World, class Partition>
+template <class Partition>
 void print_run_ranks(const TrainConfig& c, const World& world, const std::string& reducer, const Partition& p) {
     if (world.size == 1) return;
     std::printf("ranks:  gradients travel %s, in %s, %s of %.1f MB, %s%s\n", reducer.c_str(), c.grad_reduce.c_str(),
@@ -72,7 +73,7 @@ inline void print_run_batch(const TrainConfig& c, int ranks, bool on_gpu, const 
 
 // What a reader wants to know before the first step, one line each: device, ranks, model, data, batch. weights: where
 // they come from.
-template <class World, class Device, class Model, class Data>
+template <class Device, class Model, class Data>
 void print_run(const TrainConfig& c, const std::set<std::string>& given, const World& world, const Device& device,
                const std::string& reducer, const Model& model, const Data& data, const std::string& weights) {
     std::printf("device: %s, because %s; %s (%s), %d on %s, %s each\n", model.dev.describe().c_str(),
@@ -120,7 +121,7 @@ inline void require_memory_of(const ModelConfig& c, double fixed, double availab
 // Before anything is allocated: a micro-batch that nobody gave becomes the largest that fits on every rank; if that
 // does not help, fails and says what would. Returns whether more than three quarters of the memory will be taken. The
 // numbers are those of require_memory_of().
-template <class World, class Needed>
+template <class Needed>
 bool fit_batch(ModelConfig& c, const World& world, bool batch_is_given, double fixed, double available, Needed needed) {
     const int64_t samples = c.total_batch / c.seq_len / world.size;
     const int64_t fits =
@@ -136,7 +137,7 @@ bool fit_batch(ModelConfig& c, const World& world, bool batch_is_given, double f
 }
 
 // The same for a model and its activations, on the memory of this engine.
-template <class Model, class Activations, class Dev, class World>
+template <class Model, class Activations, class Dev>
 bool require_memory(Dev& dev, ModelConfig& c, const World& world, bool batch_is_given) {
     const double mib = 1 << 20;
     const double fixed = Model::flat_bytes(c, world.size) / mib;
@@ -566,8 +567,7 @@ struct RunReport {
     }
 
     // times: total and exposed seconds of all steps together.
-    template <class Times>
-    static void print_reductions(const Times& times) {
+    static void print_reductions(const ReduceTimes& times) {
         if (times.steps)
             std::printf(
                 "ranks:  reductions %.1f ms a step, of which %.1f ms exposed: not hidden behind the backward pass\n",

@@ -8,16 +8,15 @@
 
 #include "../base/background.h"
 #include "checkpoint.h"
-#include "../base/errors.h"
 #include "../base/profile.h"
 #include "run_folder.h"
 #include "../base/safetensors.h"
 #include "../base/util.h"
+#include "world.h"
 
 // The records of all ranks' files. If one rank could not write its own, with `error` there, all fail with its text.
-template <class World>
-std::vector<FileRecord> gather_records(const World& world, const std::vector<FileRecord>& mine,
-                                       const std::string& error) {
+inline std::vector<FileRecord> gather_records(const World& world, const std::vector<FileRecord>& mine,
+                                              const std::string& error) {
     fail_together(world, error);
     std::string text;
     for (const FileRecord& r : mine)
@@ -48,7 +47,6 @@ inline std::vector<FileRecord> write_snapshot(const Snapshot& s, const std::stri
     return records;
 }
 
-template <class World>
 class CheckpointSaver {
   public:
     struct Options {
@@ -145,8 +143,7 @@ class CheckpointSaver {
 
 // The checkpoint under --out to resume; "" to begin anew. Rank 0 chooses, so that all ranks take the same one. dry: the
 // run writes nothing.
-template <class World>
-std::string choose_checkpoint(const std::string& out, bool resume, bool dry, const World& world) {
+inline std::string choose_checkpoint(const std::string& out, bool resume, bool dry, const World& world) {
     std::string chosen, error;
     try {
         if (world.rank == 0 && !dry && file_exists(out)) lock_run_folder(out);

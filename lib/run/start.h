@@ -4,7 +4,6 @@
 #include <set>
 #include <string>
 
-#include "../base/errors.h"
 #include "../base/machine.h"
 #include "../model/flops.h"
 #include "build_info.h"
@@ -16,6 +15,7 @@
 #include "saver.h"
 #include "train_state.h"
 #include "training_data.h"
+#include "world.h"
 
 // What a run begins with. Both are empty where it draws its weights.
 struct RunStart {
@@ -25,8 +25,7 @@ struct RunStart {
 
 // Every rank writes its part of a checkpoint into one folder, so each must see what rank 0 has just written there. A
 // network file system may take seconds to show it.
-template <class World>
-void require_shared_folder(const World& world, const std::string& out) {
+inline void require_shared_folder(const World& world, const std::string& out) {
     if (world.size == 1) return;
     const auto run_json = [&] {
         std::string text;
@@ -44,7 +43,7 @@ void require_shared_folder(const World& world, const std::string& out) {
 
 // Looks at whatever a run can be refused for, prints its first lines, and only then writes into its folder. All ranks
 // call it.
-template <class World, class Model, class Data>
+template <class Model, class Data>
 RunStart open_run(const Config& c, const std::set<std::string>& given, const World& world, const Device& device,
                   const GradientPath& path, const Model& model, const Data& data, const Versions& libraries) {
     const bool writes = c.dump_state.empty(), says = world.rank == 0;

@@ -74,7 +74,7 @@ std::vector<AdamWSpan> spans_of(const Specs& specs, const Piece& p) {
 
 // A flat array of which every rank holds its pieces (flat, by Piece::local): whole on rank 0, nothing elsewhere. All
 // ranks call it.
-template <class Dev, class Specs, class T, class Pieces, class World>
+template <class Dev, class Specs, class T, class Pieces>
 std::vector<TensorView> views_of_shards(Dev& dev, const Specs& specs, const T* flat, const Pieces& owned,
                                         const World& world, Buffers& buffers) {
     std::vector<TensorView> views;

@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "../../dataloader.h"
+#include "../base/profile.h"
 #include "../base/progress.h"
 #include "../data/data_sets.h"
 #include "../data/multiple_choice.h"
@@ -15,9 +17,9 @@
 #include "config_files.h"
 #include "options.h"
 #include "train_state.h"
+#include "world.h"
 
-template <class World>
-LoaderOptions loader_options(const ModelConfig& c, const World& world, const char* name, bool shuffle) {
+inline LoaderOptions loader_options(const ModelConfig& c, const World& world, const char* name, bool shuffle) {
     LoaderOptions o;
     o.name = name;
     o.seq_len = int(c.seq_len);
@@ -104,7 +106,7 @@ TrainingData<Loader> open_training_data(const std::string& train, const std::str
 }
 
 // --hellaswag, with a warning where rows do not fit into what the model reads at a time.
-template <class World, class Tokenizer>
+template <class Tokenizer>
 ChoiceTask open_choices(const TrainConfig& c, const World& world, const Tokenizer* tokenizer) {
     ChoiceTask task = read_choices(c.hellaswag, tokenizer, int(c.vocab_size), size_t(c.seq_len));
     if (task.cut && world.rank == 0)
@@ -116,7 +118,7 @@ ChoiceTask open_choices(const TrainConfig& c, const World& world, const Tokenize
 }
 
 // What the options of a run ask for. tokenizer: null where GPT-2's vocabulary is not known.
-template <class Loader, class World, class Tokenizer>
+template <class Loader, class Tokenizer>
 TrainingData<Loader> open_training_data(const TrainConfig& c, const World& world, const Tokenizer* tokenizer) {
     const uint64_t val_tokens = uint64_t(c.eval_batches) * uint64_t(c.total_batch);
     LoaderOptions options = loader_options(c, world, "--data", true);
@@ -173,7 +175,7 @@ TokenSource text_source(const std::string& file, const Tokenizer& tokenizer, boo
 }
 
 // checkpoint: whose training says what "synthetic" is: the samples that the run itself was validated on.
-template <class Loader, class World, class Tokenizer>
+template <class Loader, class Tokenizer>
 EvaluationData<Loader> open_evaluation_data(const Config& c, const std::string& checkpoint, const World& world,
                                             const Tokenizer* tokenizer) {
     if (c.val_data.empty() && c.hellaswag.empty() && c.text.empty())
@@ -201,4 +203,11 @@ EvaluationData<Loader> open_evaluation_data(const Config& c, const std::string& 
     }
     if (!c.hellaswag.empty()) data.choices = open_choices(c, world, tokenizer);
     return data;
+}
+
+// All ranks have their next B samples, or all fail with the first one's error.
+inline void read_samples(DataLoader& loader, const World& world, std::vector<int32_t>& inputs,
+                         std::vector<int32_t>& targets, int B, uint8_t* answer = nullptr) {
+    const ProfileRange range("data");
+    fail_together(world, error_of([&] { loader.next_batch(inputs.data(), targets.data(), B, answer); }));
 }

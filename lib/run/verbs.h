@@ -52,7 +52,7 @@ void run_sample(Config c, WithModel with_model) {
     });
 }
 
-template <class Table, class Tokenizer, class Loader, template <class> class Activations, class World, class WithModel>
+template <class Table, class Tokenizer, class Loader, template <class> class Activations, class WithModel>
 void run_eval(Config c, const std::set<std::string>& given, World& world, WithModel with_model) {
     const TrainedModel trained = open_trained_model<Table>(c);
     if (!given.count("batch")) c.batch = 1;
