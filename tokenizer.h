@@ -151,13 +151,9 @@ struct MergeScratch {
     std::vector<uint64_t> heap;  // the pairs that can merge: their token << 32 | index of the left part, smallest first
 };
 
-struct Encoder;
-
 // The vocabulary. It never changes once it is made, so threads may share it; each thread has its own Encoder. Ids are
 // below 65536 and are stored as uint16_t, as in the shards.
 struct Tokenizer {
-    using Encoder = ::Encoder;
-
     bool is_bytes = false;
     std::string source;                                 // the file or files it was read from
     std::vector<std::string> tokens;                    // the bytes of each id

@@ -877,7 +877,7 @@ struct Run {
     World& world;
     const TrainConfig config;
     std::unique_ptr<Tokenizer> tokenizer;  // null if GPT-2's vocabulary has not been found
-    TrainingData<DataLoader> data;
+    TrainingData data;
     Model<Dev> model;
     std::unique_ptr<Reducer<Dev>> reducer;  // null on one rank
     std::unique_ptr<Activations<Dev>> activations;
@@ -895,7 +895,7 @@ struct Run {
           world(w),
           config(c),
           tokenizer(std::move(vocabulary)),
-          data(open_training_data<DataLoader>(c, w, tokenizer.get())),
+          data(open_training_data(c, w, tokenizer.get())),
           model(dev, c, true, w.rank, w.size),
           report(c.steps, c.total_batch, c.log_every, data.train->samples_per_epoch()),
           saver(w, {c.out, c.keep, c.keep_every, [this](const char* phase) { model.progress(phase); },
@@ -1194,7 +1194,7 @@ static int run_check(const Config& c, World& world) {
         using Engine = std::decay_t<decltype(dev)>;
         r.device = dev.describe();
         print_build(r);
-        data_are_good = check_data<Tokenizer>(c.vocab_dir, open_shards);
+        data_are_good = check_data(c.vocab_dir);
         print_needs_of<Model<Engine>, Activations<Engine>, TensorTable>(c.model, dev);
         print_products_of<Activations<Engine>>(c.model, dev);
     });
@@ -1222,14 +1222,13 @@ static int run_check(const Config& c, World& world) {
     if (c.help) print_help(verb);
     else if (c.version) print_version(info_of_engine<DeviceEngine>(), mpi_name(), pmi_of(mpi_name()));
     else if (verb == TRAIN) status = run_train(c, given, world);
-    else if (verb == TOKENIZE || verb == VOCABULARY) run_on_texts<Tokenizer>(c, verb);
-    else if (verb == SAMPLE) run_sample<TensorTable, Tokenizer, Decoder>(c, with_model);
-    else if (verb == EVAL) run_eval<TensorTable, Tokenizer, DataLoader, Activations>(c, given, world, with_model);
-    else if (verb == EXPORT) export_checkpoint<Tokenizer, TensorTable>(c);
-    else if (verb == IMPORT) import_checkpoint<Tokenizer, TensorTable>(c);
+    else if (verb == TOKENIZE || verb == VOCABULARY) run_on_texts(c, verb);
+    else if (verb == SAMPLE) run_sample<TensorTable, Decoder>(c, with_model);
+    else if (verb == EVAL) run_eval<TensorTable, Activations>(c, given, world, with_model);
+    else if (verb == EXPORT) export_checkpoint<TensorTable>(c);
+    else if (verb == IMPORT) import_checkpoint<TensorTable>(c);
     else if (verb == REPORT) report_runs(c.runs, c.html);
-    else if (verb == INSPECT)
-        run_inspect<TensorTable, Tokenizer, Decoder>(c, with_model, TiledAttention::fold_importance);
+    else if (verb == INSPECT) run_inspect<TensorTable, Decoder>(c, with_model, TiledAttention::fold_importance);
     else status = run_check(c, world);
     world.finish();
     if (!output_is_whole()) report_lost_output(status, (verb & (TRAIN | TOKENIZE | VOCABULARY)) && !only_prints);

@@ -33,11 +33,12 @@ struct Outcome {
 static Outcome outcome(const std::string& path, bool jsonl, const std::string& separator, size_t block_bytes,
                        size_t input) {
     static const Tokenizer tokenizer = Tokenizer::bytes();
-    Encoder encoder(tokenizer);
+    const Encoding encoding(tokenizer);
+    const EncodeText append = encoding.make_encoder();
     Outcome o;
     MemoryLimit limit(input + block_bytes, 32 << 10, 400);
     const UseBlock use = [&](std::unique_ptr<TokenBlock> block) {
-        encode_block(*block, encoder);
+        encode_block(*block, encoding.end_of_text, append);
         if (!block->bad_lines.empty()) text_of_line(*block, block->bad_lines[0]);  // throws
         for (const size_t at : block->documents) o.documents.push_back(o.tokens.size() + at);
         o.tokens.insert(o.tokens.end(), block->tokens.begin(), block->tokens.end());

@@ -26,7 +26,7 @@ struct Sample {
         inputs.resize(size_t(c.seq_len));
         targets.resize(size_t(c.seq_len));
         const auto tokenizer = Tokenizer::find(c.tokenizer, c.vocab_dir);
-        auto data = open_training_data<DataLoader>(c, World(), tokenizer.get());
+        auto data = open_training_data(c, World(), tokenizer.get());
         data.train->next_batch(inputs.data(), targets.data(), 1);
         text = tokenizer->decode({inputs.begin(), inputs.end()});
     }

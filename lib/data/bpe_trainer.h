@@ -25,26 +25,22 @@
 
 using WordCounts = std::unordered_map<std::string, uint64_t>;
 
-// Stands where encode_files() has a tokenizer: its encoders, one per thread, count words and make no tokens.
-template <class PreTokenizer>
+// What encode_files() does for this verb: each thread counts words and makes no tokens.
 struct WordCounter {
     PreTokenizer pre_tokenizer;
-    const uint16_t end_of_text = 0xFFFF;  // encode_block() marks documents by it
 
-    struct Encoder {
-        const WordCounter& tokenizer;
-        WordCounts& counts;
-        std::string word;
-
-        explicit Encoder(const WordCounter& counter) : tokenizer(counter), counts(counter.counts_of_new_thread()) {}
-        void append(const char* text, size_t n, std::vector<uint16_t>&) {
-            for (size_t at = 0, end; at < n; at = end) {
-                end = tokenizer.pre_tokenizer.piece_end(text, n, at);
-                word.assign(text + at, end - at);
-                counts[word]++;
-            }
-        }
-    };
+    Encoding encoding() {
+        return {0xFFFF, [this]() -> EncodeText {
+                    return [this, &counts = counts_of_new_thread(), word = std::string()](
+                               const char* text, size_t n, std::vector<uint16_t>&) mutable {
+                        for (size_t at = 0, end; at < n; at = end) {
+                            end = pre_tokenizer.piece_end(text, n, at);
+                            word.assign(text + at, end - at);
+                            counts[word]++;
+                        }
+                    };
+                }};
+    }
 
     // Those of all threads together; afterwards there are none.
     WordCounts take() {
@@ -56,10 +52,10 @@ struct WordCounter {
     }
 
   private:
-    mutable std::mutex mutex;
-    mutable std::deque<WordCounts> of_threads;
+    std::mutex mutex;
+    std::deque<WordCounts> of_threads;
 
-    WordCounts& counts_of_new_thread() const {
+    WordCounts& counts_of_new_thread() {
         const std::lock_guard<std::mutex> lock(mutex);
         return of_threads.emplace_back();
     }
@@ -202,17 +198,16 @@ class BpeTrainer {
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-template <class PreTokenizer>
-void train_vocabulary(TokenizeOptions options) {
+inline void train_vocabulary(TokenizeOptions options) {
     if (options.in.empty())
         fail_usage("vocabulary: --in is missing: .txt or .jsonl files, folders, patterns, or - for stdin");
     while (options.out.size() > 1 && options.out.back() == '/') options.out.pop_back();
     require_empty_folder(options.out, "vocabulary");
     const std::string separator = read_separator(options.split_documents);
     const TextInputs inputs(options.in, "vocabulary", options.skip_bad);
-    WordCounter<PreTokenizer> counter;
+    WordCounter counter;
     size_t documents = 0;
-    const TokenizeCounts read = encode_files("vocabulary", options, inputs, separator, counter,
+    const TokenizeCounts read = encode_files("vocabulary", options, inputs, separator, counter.encoding(),
                                              [&](const TokenBlock& block) { documents += block.documents.size(); });
     if (options.report) warn_of_oddities(options, inputs, read);
     require_text(options, inputs, documents);

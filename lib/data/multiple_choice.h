@@ -16,6 +16,7 @@
 #include "../base/files.h"
 #include "text_input.h"
 #include "vocabulary.h"
+#include "../../tokenizer.h"
 
 // One ending behind its context.
 struct ChoiceRow {
@@ -141,9 +142,7 @@ inline void require_choices(const ChoiceItem& item, int64_t label, const std::st
             fail("%s: a context or an ending without a token", where.c_str());
 }
 
-// encode: text to tokens.
-template <class Encode>
-ChoiceTask read_choices_of_lines(const std::string& file, const std::string& text, Encode encode) {
+inline ChoiceTask read_choices_of_lines(const std::string& file, const std::string& text, const Tokenizer& tokenizer) {
     ChoiceTask task;
     size_t line = 0;
     for (size_t begin = 0, end; begin < text.size(); begin = end + 1) {
@@ -152,13 +151,13 @@ ChoiceTask read_choices_of_lines(const std::string& file, const std::string& tex
         if (text.find_first_not_of(" \t\r", begin) >= end) continue;
         const std::string where = format_text("%s: line %zu", file.c_str(), line);
         const Json root = parse_json(text.substr(begin, end - begin), where);
-        const std::vector<uint16_t> context = encode(root.string("ctx", where));
+        const std::vector<uint16_t> context = tokenizer.encode(root.string("ctx", where));
         ChoiceItem item;
         for (const Json& ending : root.array("endings", where)) {
             ChoiceRow row;
             row.tokens = context;
             row.first = context.size();
-            const std::vector<uint16_t> tokens = encode(" " + ending.string(where + ": endings"));
+            const std::vector<uint16_t> tokens = tokenizer.encode(" " + ending.string(where + ": endings"));
             row.tokens.insert(row.tokens.end(), tokens.begin(), tokens.end());
             item.endings.push_back(std::move(row));
         }
@@ -221,8 +220,7 @@ inline ChoiceTask read_choices_of_llmc(const std::string& file, const std::strin
 }
 
 // seq_len: tokens that the model takes. tokenizer: null where GPT-2's vocabulary is not known; a .bin needs none.
-template <class Tokenizer>
-ChoiceTask read_choices(const std::string& file, const Tokenizer* tokenizer, int vocab_size, size_t seq_len) {
+inline ChoiceTask read_choices(const std::string& file, const Tokenizer* tokenizer, int vocab_size, size_t seq_len) {
     const std::string bytes = read_file(file);
     refuse_no_text(file, bytes.substr(0, 256), "");
     constexpr int32_t magic = 20240522;
@@ -232,7 +230,7 @@ ChoiceTask read_choices(const std::string& file, const Tokenizer* tokenizer, int
     } else {
         if (!tokenizer)
             fail_usage("--hellaswag %s is text: --vocab-dir is missing, which has GPT-2's tokens", file.c_str());
-        task = read_choices_of_lines(file, bytes, [&](const std::string& text) { return tokenizer->encode(text); });
+        task = read_choices_of_lines(file, bytes, *tokenizer);
     }
     if (task.items.empty()) fail("%s holds no item: expected lines of {\"ctx\", \"endings\", \"label\"}", file.c_str());
     task.file = file;

@@ -9,8 +9,6 @@
 //
 // Documents are drawn by what they hold, not by where they stand: their order, and how many files they come in, change
 // nothing.
-//
-// The tokenizer is a template parameter, so that lib/ includes nothing from above: it is the Tokenizer of tokenizer.h.
 #pragma once
 #include <condition_variable>
 #include <deque>
@@ -26,6 +24,7 @@
 #include "shards.h"
 #include "text_input.h"
 #include "vocabulary.h"
+#include "../../tokenizer.h"
 
 // The options of this verb alone.
 struct TokenizeConfig {
@@ -183,15 +182,31 @@ inline void find_oddities(TokenBlock& block, const TokenBlock::Part& part, bool 
     }
 }
 
-template <class Encoder>
-void encode_block(TokenBlock& block, Encoder& encoder) {
-    const bool nul_is_end_of_text = encoder.tokenizer.end_of_text == 0;
+// Appends the tokens of the n bytes at `text`.
+using EncodeText = std::function<void(const char* text, size_t n, std::vector<uint16_t>& tokens)>;
+
+// What is done with the documents. By a tokenizer, which must live as long, they become tokens.
+struct Encoding {
+    uint16_t end_of_text;                      // stands before every document
+    std::function<EncodeText()> make_encoder;  // for one thread
+
+    Encoding(uint16_t mark, std::function<EncodeText()> make) : end_of_text(mark), make_encoder(std::move(make)) {}
+    Encoding(const Tokenizer& tokenizer)
+        : Encoding(tokenizer.end_of_text, [&tokenizer]() -> EncodeText {
+              return [encoder = Encoder(tokenizer)](const char* text, size_t n, std::vector<uint16_t>& tokens) mutable {
+                  encoder.append(text, n, tokens);
+              };
+          }) {}
+};
+
+inline void encode_block(TokenBlock& block, uint16_t end_of_text, const EncodeText& append) {
+    const bool nul_is_end_of_text = end_of_text == 0;
     const auto encode = [&](const char* text, size_t n, bool begins_document) {
         if (begins_document) {
             block.documents.push_back(block.tokens.size());
-            block.tokens.push_back(encoder.tokenizer.end_of_text);
+            block.tokens.push_back(end_of_text);
         }
-        encoder.append(text, n, block.tokens);
+        append(text, n, block.tokens);
         block.text_bytes += n;
     };
     for (const TokenBlock::Part& part : block.parts) {
@@ -214,14 +229,13 @@ void encode_block(TokenBlock& block, Encoder& encoder) {
 }
 
 // The workers, and the blocks in progress in the order in which they were handed in.
-template <class Tokenizer>
 class TokenizePool {
   public:
-    TokenizePool(const Tokenizer& tokenizer, int threads) : limit(4 * size_t(threads)) {
+    TokenizePool(const Encoding& encoding, int threads) : limit(4 * size_t(threads)) {
         try {
             for (int i = 0; i < threads; i++)
                 start_or_fail("that encodes", [&] {
-                    workers.emplace_back([this, &tokenizer] { work(tokenizer); });
+                    workers.emplace_back([this, encoding] { work(encoding); });
                     return true;
                 });
         } catch (...) {
@@ -274,8 +288,8 @@ class TokenizePool {
         for (std::thread& worker : workers) worker.join();
     }
 
-    void work(const Tokenizer& tokenizer) {
-        typename Tokenizer::Encoder encoder(tokenizer);
+    void work(const Encoding& encoding) {
+        const EncodeText append = encoding.make_encoder();
         while (true) {
             TokenBlock* block;
             {
@@ -286,7 +300,7 @@ class TokenizePool {
                 waiting.pop_front();
             }
             try {
-                encode_block(*block, encoder);
+                encode_block(*block, encoding.end_of_text, append);
             } catch (...) {
                 block->error = std::current_exception();
             }
@@ -377,9 +391,8 @@ inline Documents documents_of(const std::string& path, const std::string& reader
 
 // A document longer than a block is handed on in fragments, cut only where the pre-tokeniser always cuts, so that it
 // has the tokens of the whole.
-template <class PreTokenizer>
-void read_text(TextFile& file, const std::string& separator, size_t block_bytes, const PreTokenizer& pre_tokenizer,
-               const UseBlock& use, uint64_t* separators = nullptr) {
+inline void read_text(TextFile& file, const std::string& separator, size_t block_bytes,
+                      const PreTokenizer& pre_tokenizer, const UseBlock& use, uint64_t* separators = nullptr) {
     bool begins_document = true;  // the next byte is a document's first
     uint64_t byte = file.mark_bytes;
     while (!file.at_end || !file.rest.empty()) {
@@ -581,12 +594,13 @@ struct TokenizeCounts {
 };
 
 // Reads and encodes all the files; calls use_tokens(block) with each block in their order. verb: for the progress.
-template <class Tokenizer, class UseTokens>
-TokenizeCounts encode_files(const char* verb, const TokenizeOptions& options, const TextInputs& inputs,
-                            const std::string& separator, const Tokenizer& tokenizer, UseTokens use_tokens) {
+inline TokenizeCounts encode_files(const char* verb, const TokenizeOptions& options, const TextInputs& inputs,
+                                   const std::string& separator, const Encoding& encoding,
+                                   const std::function<void(const TokenBlock&)>& use_tokens) {
     TokenizeCounts counts;
     Progress progress(verb, double(inputs.bytes()));
-    TokenizePool<Tokenizer> pool(tokenizer, options.threads);
+    TokenizePool pool(encoding, options.threads);
+    const PreTokenizer pre_tokenizer;
     const auto take = [&] {
         const auto block = pool.take_oldest();
         use_tokens(*block);
@@ -609,7 +623,7 @@ TokenizeCounts encode_files(const char* verb, const TokenizeOptions& options, co
         const bool is_jsonl = input.is_jsonl || (input.is_stdin && file.begins_with_brace());
         if (is_jsonl && input.is_stdin) file.name += ", taken as JSON lines since it begins with {";
         if (is_jsonl) read_jsonl(file, options.text_key, options.block_bytes, use);
-        else read_text(file, separator, options.block_bytes, tokenizer.pre_tokenizer, use, &counts.separators);
+        else read_text(file, separator, options.block_bytes, pre_tokenizer, use, &counts.separators);
         counts.text_files += !is_jsonl;
         counts.files_without_text += file.bytes == file.mark_bytes;
         counts.bytes += file.bytes;
@@ -696,8 +710,7 @@ inline void print_tokenized(const TokenizeOptions& options, const TextInputs& in
                 (unsigned long long)val.tokens(), (unsigned long long)tokens);
 }
 
-template <class Tokenizer>
-void tokenize_files(const TokenizeOptions& options) {
+inline void tokenize_files(const TokenizeOptions& options) {
     check_tokenize_options(options);
     const std::string separator = read_separator(options.split_documents);
     const TextInputs inputs(options.in, "tokenize", options.skip_bad);

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "../../tokenizer.h"
 #include "../run/checkpoint.h"
 #include "../run/config_files.h"
 #include "../base/embed.h"
@@ -88,8 +89,7 @@ static TextFiles bytes_tokenizer_files(int64_t longest) {
 }
 
 // A vocabulary of GPT-2's kind under Hugging Face's names; this program reads them too, as --vocab-dir.
-template <class Tokenizer>
-TextFiles tokenizer_files(const Tokenizer& t, int64_t longest) {
+inline TextFiles tokenizer_files(const Tokenizer& t, int64_t longest) {
     if (t.is_bytes) return bytes_tokenizer_files(longest);
     const ByteAlphabet alphabet;
     std::string merges;
@@ -143,11 +143,11 @@ void require_known_to_pytorch(const Table& table) {
 }
 
 // Table: the list of the model's tensors.
-template <class Tokenizer, class Table>
+template <class Table>
 void export_checkpoint(Config c) {
     const std::string to = c.out;
     const TrainedModel model = open_trained_model<Table>(c);
-    const std::unique_ptr<Tokenizer> tokenizer = tokenizer_of_model<Tokenizer>(c);
+    const std::unique_ptr<Tokenizer> tokenizer = tokenizer_of_model(c);
     const Table table(c);
     require_known_to_pytorch(table);
     const std::vector<TensorView> tensors = tensors_of_model(table, *model.weights);
@@ -200,8 +200,7 @@ static void read_hf_config(Config& c, const std::string& folder) {
 }
 
 // The vocabulary that came with the model; null for bytes, and where there is none.
-template <class Tokenizer>
-std::unique_ptr<Tokenizer> vocabulary_of_hf(const Config& c, const std::string& folder) {
+inline std::unique_ptr<Tokenizer> vocabulary_of_hf(const Config& c, const std::string& folder) {
     if (c.tokenizer == "bytes" || !holds_vocabulary(folder)) return nullptr;
     auto found = std::make_unique<Tokenizer>(Tokenizer::gpt2(folder));
     require_embedding_of(folder + "/config.json", c.vocab_size, found->vocab_size());
@@ -214,14 +213,14 @@ std::unique_ptr<Tokenizer> vocabulary_of_hf(const Config& c, const std::string& 
 }
 
 // A checkpoint of step 0 without moments, whose options are those of a new run with this model.
-template <class Tokenizer, class Table>
+template <class Table>
 void import_checkpoint(Config c) {
     if (c.from.empty()) fail_usage("import: --from is missing: a folder that export wrote");
     const std::string from = c.from, to = c.out;
     apply_preset(c, {});
     read_hf_config(c, from);
     resolve_batch(c, {}, 1, false);
-    const std::unique_ptr<Tokenizer> tokenizer = vocabulary_of_hf<Tokenizer>(c, from);
+    const std::unique_ptr<Tokenizer> tokenizer = vocabulary_of_hf(c, from);
     if (!file_exists(from + "/model.safetensors") && file_exists(from + "/model.safetensors.index.json"))
         fail(
             "%s/model.safetensors is missing, it is in pieces: save it with model.save_pretrained(DIR, "

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "../../tokenizer.h"
 #include "../run/config_files.h"
 #include "../base/embed.h"
 #include "../base/files.h"
@@ -51,7 +52,6 @@ class Inspection {
 
     std::vector<int32_t> tokens;  // an end-of-text, as before every document, and the text
 
-    template <class Tokenizer>
     Inspection(const Config& c, const std::string& folder, const Tokenizer& tokenizer) {
         if (!has_layers(c, NSA_LAYER))
             fail("inspect: %s has --attention %s, which selects nothing", folder.c_str(), c.attention.c_str());
@@ -193,10 +193,10 @@ class Inspection {
 };
 
 // The verb. with_model(options, weights, use) calls use(model) with a model of these weights.
-template <class Table, class Tokenizer, template <class> class Decoder, class WithModel, class Fold>
+template <class Table, template <class> class Decoder, class WithModel, class Fold>
 void run_inspect(Config c, WithModel with_model, Fold fold) {
     const TrainedModel trained = open_trained_model<Table>(c);
-    Inspection inspection(c, trained.folder, *tokenizer_of_model<Tokenizer>(c));
+    Inspection inspection(c, trained.folder, *tokenizer_of_model(c));
     const int64_t T = int64_t(inspection.tokens.size());
     with_model(c, *trained.weights, [&](auto& model) {  // one pass, as of a prompt
         Decoder<std::decay_t<decltype(model.dev)>> decoder(model, T, T);

@@ -109,24 +109,3 @@ __attribute__((format(printf, 2, 3))) inline void print_check(bool good, const c
     std::printf("%s %s\n", tick(good), printable(format_list(format, args)).c_str());
     va_end(args);
 }
-
-// The check of what lies in data/ and of the vocabulary. False, with a line, where something is damaged. open(files):
-// looks through token shards.
-template <class Tokenizer, class Open>
-bool check_data(const std::string& vocab_dir, Open open) {
-    const std::string damage = error_of([&] {
-        const std::vector<std::string> shards = glob_files("data/*_train_*.bin");
-        if (shards.empty())
-            print_check(false, "data         no data/*_train_*.bin: the built-in synthetic corpus is used");
-        else
-            print_check(true, "data         %zu training shards in data/, the first %s", shards.size(),
-                        shards[0].c_str());
-        open(shards);
-        const auto vocabulary = Tokenizer::find("gpt2", vocab_dir);
-        print_check(true, "vocabulary   %s",
-                    vocabulary ? vocabulary->describe().c_str()
-                               : "bytes; GPT-2's is looked for in --vocab-dir, which was not given");
-    });
-    if (!damage.empty()) print_check(false, "%s", damage.c_str());
-    return damage.empty();
-}

@@ -6,6 +6,8 @@
 #include <type_traits>
 #include <vector>
 
+#include "../../tokenizer.h"
+#include "../data/token_source.h"
 #include "../model/arena.h"
 #include "../model/flops.h"
 #include "../model/gradient_check.h"
@@ -13,6 +15,25 @@
 #include "config_files.h"
 #include "options.h"
 #include "report.h"
+
+// The check of what lies in data/ and of the vocabulary. False, with a line, where something is damaged.
+inline bool check_data(const std::string& vocab_dir) {
+    const std::string damage = error_of([&] {
+        const std::vector<std::string> shards = glob_files("data/*_train_*.bin");
+        if (shards.empty())
+            print_check(false, "data         no data/*_train_*.bin: the built-in synthetic corpus is used");
+        else
+            print_check(true, "data         %zu training shards in data/, the first %s", shards.size(),
+                        shards[0].c_str());
+        open_shards(shards);
+        const auto vocabulary = Tokenizer::find("gpt2", vocab_dir);
+        print_check(true, "vocabulary   %s",
+                    vocabulary ? vocabulary->describe().c_str()
+                               : "bytes; GPT-2's is looked for in --vocab-dir, which was not given");
+    });
+    if (!damage.empty()) print_check(false, "%s", damage.c_str());
+    return damage.empty();
+}
 
 // A small model in fp64 and its gradient under --recompute.
 template <class Model, class Activations>

@@ -1,11 +1,17 @@
 // prompts.h: what the verb `sample` continues: prompts of the command line, of files and of a conversation, and what it
 // prints of them, by generate() of train_nsa.cu. Used by a run's samples and by run_sample() in verbs.h.
 #pragma once
+#include <functional>
 #include <iostream>
+#include <memory>
+#include <string>
+#include <vector>
 
 #include <unistd.h>
 
+#include "../../tokenizer.h"
 #include "../data/tokenize.h"
+#include "options.h"
 
 // prompt, tokens: of a sample. The last token is written and not read.
 inline void warn_beyond_trained(int64_t prompt, int64_t tokens, int64_t seq_len) {
@@ -25,8 +31,7 @@ inline std::string for_this_terminal(std::string text) {
 }
 
 // The vocabulary of a checkpoint whose options are c.
-template <class Tokenizer>
-std::unique_ptr<Tokenizer> tokenizer_of_model(const Config& c) {
+inline std::unique_ptr<Tokenizer> tokenizer_of_model(const Config& c) {
     std::unique_ptr<Tokenizer> tokenizer = Tokenizer::find(c.tokenizer, c.vocab_dir, c.vocab_size, c.vocab_digest);
     if (!tokenizer) fail_usage("%s: --vocab-dir is missing: this model writes gpt2 tokens", c.verb.c_str());
     return tokenizer;
@@ -57,7 +62,6 @@ inline std::vector<std::string> prompts_of(const SampleConfig& c) {
 }
 
 // Prints tokens as they come.
-template <class Tokenizer>
 struct TokenPrinter {
     const Tokenizer& tokenizer;
     const bool past_end;  // go on after an end-of-text
@@ -90,13 +94,13 @@ struct TokenPrinter {
 };
 
 // Prints and returns a sample: the prompt, or the beginning of a new document, and what the model makes of it.
-template <class Model, class Tokenizer>
+template <class Model>
 std::string print_sample(Model& model, const Tokenizer& tokenizer, const SampleConfig& c, int64_t count,
                          bool in_training, const std::string& prompt) {
     std::vector<int32_t> ids = {tokenizer.end_of_text};
     for (const uint16_t id : tokenizer.encode(prompt)) ids.push_back(id);
     if (!in_training) warn_beyond_trained(int64_t(ids.size()), count, model.config.seq_len);
-    TokenPrinter<Tokenizer> printer = {tokenizer, in_training || c.past_end, prompt};
+    TokenPrinter printer = {tokenizer, in_training || c.past_end, prompt};
     generate(
         model, ids, count, c, [&](int32_t token) { return printer.print(token) && stop_signal == 0; },
         [&] { printer.end(); });
@@ -106,9 +110,9 @@ std::string print_sample(Model& model, const Tokenizer& tokenizer, const SampleC
 // --interactive: continues each line of stdin in turn, by at most `count` tokens or up to an end-of-text. All that was
 // said before stays the beginning of the text, until the model's length is reached. next(tokens) reads tokens and
 // returns the one that follows.
-template <class Tokenizer, class Next>
-void converse(const Tokenizer& tokenizer, int64_t length, int64_t count, Next next) {
-    TokenPrinter<Tokenizer> printer = {tokenizer, false, ""};
+inline void converse(const Tokenizer& tokenizer, int64_t length, int64_t count,
+                     const std::function<int32_t(const std::vector<int32_t>&)>& next) {
+    TokenPrinter printer = {tokenizer, false, ""};
     std::vector<int32_t> unread = {tokenizer.end_of_text};  // said and not yet read by the model
     int64_t read = 0;
     const auto ask = [] {

@@ -12,16 +12,20 @@
 #include <vector>
 
 #include "../model/arena.h"
+#include "../model/partition.h"
 #include "../data/multiple_choice.h"
+#include "device.h"
 #include "options.h"
 #include "../base/progress.h"
 #include "run_folder.h"
+#include "saver.h"
 #include "../model/shape.h"
 #include "../data/shards.h"
 #include "../base/signals.h"
 #include "../data/synthetic.h"
 #include "../base/system.h"
 #include "train_state.h"
+#include "training_data.h"
 #include "../base/util.h"
 #include "world.h"
 
@@ -37,8 +41,7 @@ inline double peak_memory_mib() { return peak_resident_bytes() / (1 << 20); }
 // Before the first step.
 
 // reducer: how gradients travel.
-template <class Partition>
-void print_run_ranks(const TrainConfig& c, const World& world, const std::string& reducer, const Partition& p) {
+inline void print_run_ranks(const TrainConfig& c, const World& world, const std::string& reducer, const Partition& p) {
     if (world.size == 1) return;
     std::printf("ranks:  gradients travel %s, in %s, %s of %.1f MB, %s%s\n", reducer.c_str(), c.grad_reduce.c_str(),
                 counted(int64_t(p.buckets()), "bucket").c_str(), double(p.bucket) * 4e-6,
@@ -46,8 +49,7 @@ void print_run_ranks(const TrainConfig& c, const World& world, const std::string
                 c.zero ? "; optimiser state is shared out over the ranks" : "");
 }
 
-template <class Data>
-void print_run_data(const TrainConfig& c, const Data& data, const std::set<std::string>& given) {
+inline void print_run_data(const TrainConfig& c, const TrainingData& data, const std::set<std::string>& given) {
     std::printf("data:   %s%s: %s; vocabulary %s, %lld tokens\n",
                 c.data == "synthetic" ? "the built-in synthetic corpus" : printable(c.data).c_str(),
                 given.count("data") ? "" : ", because no --data was given", printable(data.train->describe()).c_str(),
@@ -73,9 +75,9 @@ inline void print_run_batch(const TrainConfig& c, int ranks, bool on_gpu, const 
 
 // What a reader wants to know before the first step, one line each: device, ranks, model, data, batch. weights: where
 // they come from.
-template <class Device, class Model, class Data>
+template <class Model>
 void print_run(const TrainConfig& c, const std::set<std::string>& given, const World& world, const Device& device,
-               const std::string& reducer, const Model& model, const Data& data, const std::string& weights) {
+               const std::string& reducer, const Model& model, const TrainingData& data, const std::string& weights) {
     std::printf("device: %s, because %s; %s (%s), %d on %s, %s each\n", model.dev.describe().c_str(),
                 device.reason.c_str(), counted(world.size, "rank").c_str(), world.launcher.c_str(), world.local_size,
                 world.host.c_str(), counted(device.threads, "CPU thread").c_str());
@@ -121,8 +123,8 @@ inline void require_memory_of(const ModelConfig& c, double fixed, double availab
 // Before anything is allocated: a micro-batch that nobody gave becomes the largest that fits on every rank; if that
 // does not help, fails and says what would. Returns whether more than three quarters of the memory will be taken. The
 // numbers are those of require_memory_of().
-template <class Needed>
-bool fit_batch(ModelConfig& c, const World& world, bool batch_is_given, double fixed, double available, Needed needed) {
+inline bool fit_batch(ModelConfig& c, const World& world, bool batch_is_given, double fixed, double available,
+                      const std::function<double(int64_t, int64_t)>& needed) {
     const int64_t samples = c.total_batch / c.seq_len / world.size;
     const int64_t fits =
         largest_batch(c.batch, samples, available, [&](int64_t batch) { return needed(batch, c.recompute); });
@@ -590,8 +592,7 @@ struct RunReport {
     }
 
     // The run's last lines, or the error that it ends with although it reached its end.
-    template <class Saver>
-    void print_end(Stop stop, const TrainState& state, const TrainConfig& c, const Saver& saver,
+    void print_end(Stop stop, const TrainState& state, const TrainConfig& c, const CheckpointSaver& saver,
                    bool has_vocabulary) const {
         const std::string &save_error = saver.last_error, &last_saved = saver.last_saved;
         if (stop == HALTED) remove_halt_file(c.out);

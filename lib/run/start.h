@@ -43,9 +43,9 @@ inline void require_shared_folder(const World& world, const std::string& out) {
 
 // Looks at whatever a run can be refused for, prints its first lines, and only then writes into its folder. All ranks
 // call it.
-template <class Model, class Data>
+template <class Model>
 RunStart open_run(const Config& c, const std::set<std::string>& given, const World& world, const Device& device,
-                  const GradientPath& path, const Model& model, const Data& data, const Versions& libraries) {
+                  const GradientPath& path, const Model& model, const TrainingData& data, const Versions& libraries) {
     const bool writes = c.dump_state.empty(), says = world.rank == 0;
     if (world.size > 1)
         require_same(world, same_run_lines(c, binary_digest(), data.train->state().corpus, data.val_corpus()),
@@ -83,8 +83,7 @@ RunStart open_run(const Config& c, const std::set<std::string>& given, const Wor
 }
 
 // A run carries its vocabulary, so that no verb has to ask where it is.
-template <class Tokenizer>
-void keep_vocabulary(const Tokenizer* tokenizer, const std::string& out) {
+inline void keep_vocabulary(const Tokenizer* tokenizer, const std::string& out) {
     const std::string folder = out + "/" + VOCABULARY_OF_RUN;
     if (tokenizer && !tokenizer->is_bytes && !file_exists(folder))
         write_vocabulary(folder, tokenizer->tokens, tokenizer->merged);

@@ -1,13 +1,15 @@
 // training_data.h: the data that a run trains on and is validated on, and those that the verb `eval` measures, as the
-// options name them. Used by train_nsa.cu. Loader: DataLoader in dataloader.h.
+// options name them. Used by train_nsa.cu.
 #pragma once
 #include <algorithm>
 #include <cstdio>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "../../dataloader.h"
+#include "../../tokenizer.h"
 #include "../base/profile.h"
 #include "../base/progress.h"
 #include "../data/data_sets.h"
@@ -33,36 +35,34 @@ inline LoaderOptions loader_options(const ModelConfig& c, const World& world, co
 }
 
 // A set of --val-data.
-template <class Loader>
 struct ValidationSet {
     std::string name;  // "": it is the only one
-    std::unique_ptr<Loader> loader;
+    std::unique_ptr<DataLoader> loader;
 
     int64_t samples() const { return int64_t(loader->samples_per_epoch()); }
 };
 
 // val: the option. synthetic(): the source that stands for that word.
-template <class Loader, class Synthetic>
-std::vector<ValidationSet<Loader>> open_validation(const std::string& val, LoaderOptions options, Synthetic synthetic) {
+inline std::vector<ValidationSet> open_validation(const std::string& val, LoaderOptions options,
+                                                  const std::function<TokenSource()>& synthetic) {
     options.name = "--val-data";
     options.shuffle = false;
     options.sets = {{}};
-    std::vector<ValidationSet<Loader>> all;
+    std::vector<ValidationSet> all;
     if (val.empty()) return all;
     for (const DataSet& set : named_sets(val, "--val-data")) {
         std::vector<TokenSource> sources;
         if (set.pattern == "synthetic") sources = {synthetic()};
         else sources = open_shards(shard_files(set.pattern, "--val-data"));
-        all.push_back({set.name, std::make_unique<Loader>(std::move(sources), options)});
+        all.push_back({set.name, std::make_unique<DataLoader>(std::move(sources), options)});
     }
     return all;
 }
 
-template <class Loader>
 struct TrainingData {
-    std::unique_ptr<Loader> train;
-    std::vector<ValidationSet<Loader>> val;  // the first decides; may be empty
-    ChoiceTask choices;                      // --hellaswag
+    std::unique_ptr<DataLoader> train;
+    std::vector<ValidationSet> val;  // the first decides; may be empty
+    ChoiceTask choices;              // --hellaswag
 
     // Of all validation sets together; 0: there are none.
     uint64_t val_corpus() const {
@@ -81,10 +81,9 @@ struct TrainingData {
 
 // train, val: the options --data and --val-data. val "": none, or the synthetic corpus' own. val_tokens: of that
 // validation.
-template <class Loader>
-TrainingData<Loader> open_training_data(const std::string& train, const std::string& val, uint64_t val_tokens,
-                                        LoaderOptions options) {
-    TrainingData<Loader> data;
+inline TrainingData open_training_data(const std::string& train, const std::string& val, uint64_t val_tokens,
+                                       LoaderOptions options) {
+    TrainingData data;
     std::vector<TokenSource> sources;
     if (train == "synthetic") {
         sources = {synthetic_source(options.seed, SYNTHETIC_TOKENS, 0)};
@@ -96,9 +95,9 @@ TrainingData<Loader> open_training_data(const std::string& train, const std::str
     }
     options.name = "--data";
     options.shuffle = true;
-    data.train = std::make_unique<Loader>(std::move(sources), options);
-    data.val = open_validation<Loader>(val.empty() && train == "synthetic" ? "synthetic" : val, options,
-                                       [&] { return synthetic_validation(options.seed, val_tokens, options.seq_len); });
+    data.train = std::make_unique<DataLoader>(std::move(sources), options);
+    data.val = open_validation(val.empty() && train == "synthetic" ? "synthetic" : val, options,
+                               [&] { return synthetic_validation(options.seed, val_tokens, options.seq_len); });
     for (const auto& set : data.val) check_disjoint(data.train->files(), set.loader->files());
     data.train->scan_shards();
     for (const auto& set : data.val) set.loader->scan_shards();
@@ -106,8 +105,7 @@ TrainingData<Loader> open_training_data(const std::string& train, const std::str
 }
 
 // --hellaswag, with a warning where rows do not fit into what the model reads at a time.
-template <class Tokenizer>
-ChoiceTask open_choices(const TrainConfig& c, const World& world, const Tokenizer* tokenizer) {
+inline ChoiceTask open_choices(const TrainConfig& c, const World& world, const Tokenizer* tokenizer) {
     ChoiceTask task = read_choices(c.hellaswag, tokenizer, int(c.vocab_size), size_t(c.seq_len));
     if (task.cut && world.rank == 0)
         complain(
@@ -118,11 +116,10 @@ ChoiceTask open_choices(const TrainConfig& c, const World& world, const Tokenize
 }
 
 // What the options of a run ask for. tokenizer: null where GPT-2's vocabulary is not known.
-template <class Loader, class Tokenizer>
-TrainingData<Loader> open_training_data(const TrainConfig& c, const World& world, const Tokenizer* tokenizer) {
+inline TrainingData open_training_data(const TrainConfig& c, const World& world, const Tokenizer* tokenizer) {
     const uint64_t val_tokens = uint64_t(c.eval_batches) * uint64_t(c.total_batch);
     LoaderOptions options = loader_options(c, world, "--data", true);
-    TrainingData<Loader> data = open_training_data<Loader>(c.data, c.val_data, val_tokens, options);
+    TrainingData data = open_training_data(c.data, c.val_data, val_tokens, options);
     data.train->require_global_batch(uint64_t(c.total_batch / c.seq_len));
     if (!c.hellaswag.empty()) data.choices = open_choices(c, world, tokenizer);
     return data;
@@ -130,8 +127,7 @@ TrainingData<Loader> open_training_data(const TrainConfig& c, const World& world
 
 // A resume: the data go on where the checkpoint was written, with --allow-new-data on other shards too. says: on the
 // rank that prints.
-template <class Loader>
-void resume_data(Loader& loader, const TrainConfig& c, const TrainState& state, bool says) {
+inline void resume_data(DataLoader& loader, const TrainConfig& c, const TrainState& state, bool says) {
     const LoaderState saved = loader_state(state.loader);
     if (!c.allow_new_data || loader.has_same_corpus(saved)) return loader.restore(saved);
     loader.restore_other_corpus(saved);
@@ -145,9 +141,8 @@ void resume_data(Loader& loader, const TrainConfig& c, const TrainState& state, 
 }
 
 // What `eval` measures on, each where it was asked for.
-template <class Loader>
 struct EvaluationData {
-    std::vector<ValidationSet<Loader>> sets;
+    std::vector<ValidationSet> sets;
     ChoiceTask choices;
 
     // Of the largest set.
@@ -159,11 +154,10 @@ struct EvaluationData {
 };
 
 // --text: the documents of a file, each after an end-of-text. says: on the rank that prints.
-template <class Tokenizer>
-TokenSource text_source(const std::string& file, const Tokenizer& tokenizer, bool says) {
+inline TokenSource text_source(const std::string& file, const Tokenizer& tokenizer, bool says) {
     const Progress progress("reading " + file);
     std::vector<uint16_t> tokens;
-    typename Tokenizer::Encoder encoder(tokenizer);
+    Encoder encoder(tokenizer);
     for (const std::string& document : documents_of(file, "eval --text").texts) {
         if (document.empty()) continue;
         if (says) warn_of_end_of_text(document, "--text " + file);
@@ -175,19 +169,18 @@ TokenSource text_source(const std::string& file, const Tokenizer& tokenizer, boo
 }
 
 // checkpoint: whose training says what "synthetic" is: the samples that the run itself was validated on.
-template <class Loader, class Tokenizer>
-EvaluationData<Loader> open_evaluation_data(const Config& c, const std::string& checkpoint, const World& world,
-                                            const Tokenizer* tokenizer) {
+inline EvaluationData open_evaluation_data(const Config& c, const std::string& checkpoint, const World& world,
+                                           const Tokenizer* tokenizer) {
     if (c.val_data.empty() && c.hellaswag.empty() && c.text.empty())
         fail_usage(
             "eval: --val-data is missing: a glob of validation shards, in quotes, or synthetic; or --text FILE..., or "
             "--hellaswag FILE");
     require_output_file("json", c.json);
     require_no_bytes(c);
-    EvaluationData<Loader> data;
+    EvaluationData data;
     LoaderOptions options = loader_options(c, world, "--val-data", false);
     options.tail = true;
-    data.sets = open_validation<Loader>(c.val_data, options, [&] {
+    data.sets = open_validation(c.val_data, options, [&] {
         const TrainConfig trained = trained_options(c, checkpoint);
         const uint64_t wanted = uint64_t(trained.eval_batches * trained.total_batch);
         return synthetic_validation(uint64_t(trained.seed), wanted, c.seq_len);
@@ -198,8 +191,8 @@ EvaluationData<Loader> open_evaluation_data(const Config& c, const std::string& 
             fail_usage("--text -: of several ranks only the first has stdin: give a file");
         options.name = "--text " + file;
         data.sets.push_back(
-            {file, std::make_unique<Loader>(std::vector<TokenSource>{text_source(file, *tokenizer, world.rank == 0)},
-                                            options)});
+            {file, std::make_unique<DataLoader>(
+                       std::vector<TokenSource>{text_source(file, *tokenizer, world.rank == 0)}, options)});
     }
     if (!c.hellaswag.empty()) data.choices = open_choices(c, world, tokenizer);
     return data;

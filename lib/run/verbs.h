@@ -28,16 +28,15 @@ inline TokenizeOptions tokenize_options(const Config& c) {
 }
 
 // vocabulary or tokenize.
-template <class Tokenizer>
-void run_on_texts(const Config& c, Verb verb) {
-    if (verb == VOCABULARY) train_vocabulary<decltype(Tokenizer::pre_tokenizer)>(tokenize_options(c));
-    else tokenize_files<Tokenizer>(tokenize_options(c));
+inline void run_on_texts(const Config& c, Verb verb) {
+    if (verb == VOCABULARY) train_vocabulary(tokenize_options(c));
+    else tokenize_files(tokenize_options(c));
 }
 
-template <class Table, class Tokenizer, template <class> class Decoder, class WithModel>
+template <class Table, template <class> class Decoder, class WithModel>
 void run_sample(Config c, WithModel with_model) {
     const TrainedModel trained = open_trained_model<Table>(c);
-    const auto tokenizer = tokenizer_of_model<Tokenizer>(c);
+    const auto tokenizer = tokenizer_of_model(c);
     const std::vector<std::string> prompts = prompts_of(c);
     with_model(c, *trained.weights, [&](auto& model) {
         if (c.interactive) {
@@ -52,13 +51,13 @@ void run_sample(Config c, WithModel with_model) {
     });
 }
 
-template <class Table, class Tokenizer, class Loader, template <class> class Activations, class WithModel>
+template <class Table, template <class> class Activations, class WithModel>
 void run_eval(Config c, const std::set<std::string>& given, World& world, WithModel with_model) {
     const TrainedModel trained = open_trained_model<Table>(c);
     if (!given.count("batch")) c.batch = 1;
     const std::unique_ptr<Tokenizer> tokenizer =
         Tokenizer::find(c.tokenizer, c.vocab_dir, c.vocab_size, c.vocab_digest);
-    const EvaluationData<Loader> data = open_evaluation_data<Loader>(c, trained.folder, world, tokenizer.get());
+    const EvaluationData data = open_evaluation_data(c, trained.folder, world, tokenizer.get());
     const int64_t samples =
         given.count("eval-batches") ? std::min(data.samples(), c.eval_batches * c.batch) : data.samples();
     c.batch = std::min(c.batch, std::max<int64_t>(1, (samples + world.size - 1) / world.size));

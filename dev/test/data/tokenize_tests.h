@@ -545,8 +545,6 @@ TEST(tokenize_with_gpt2_end_to_end) {
 // ---------------------------------------------------------------------------------------------------------------------
 // vocabulary.
 
-inline void train_vocabulary(const TokenizeOptions& options) { train_vocabulary<PreTokenizer>(options); }
-
 // The words of these documents by the slow pre-tokeniser, merged by the naive trainer.
 inline NaiveBpe naive_vocabulary(const std::vector<std::string>& documents, size_t size) {
     std::vector<std::string> words;

@@ -11,8 +11,6 @@
 #include "../../../tokenizer.h"
 #include "../harness.h"
 
-inline void tokenize_files(const TokenizeOptions& options) { tokenize_files<Tokenizer>(options); }
-
 // ---------------------------------------------------------------------------------------------------------------------
 // Helpers.
 
