@@ -4,6 +4,7 @@
 //   tensors   one list of the model's parameters: names, shapes, initialisation, weight decay
 //   model     parameters, gradients and moments; activations and their memory
 //   forward, backward, update, evaluate, sample
+//   engines   the one in use; the verbs that need the model beside the training follow it, from lib/verbs
 //   steps     a micro-step, and the gradients of an optimiser step
 //   the run   what it does in a step and between steps, the training loop, its beginning and its end
 //   verbs, main
@@ -11,9 +12,8 @@
 // nsa_kernels.cuh; `dev` is one of the two. `c` holds options: what a model sees is a ModelConfig, what the loop sees a
 // TrainConfig, and Config is all that a command line gives, see lib/run/options.h; shape_of() in lib/run/config_files.h
 // turns them into the shapes of the attention. Ranks are in lib/run/world.h, the sum of their gradients in ddp.cuh,
-// token shards in dataloader.h, text in tokenizer.h, and all that is not about the model in lib/: checkpoints in
-// lib/run/model_files.h, the start of a run in lib/run/start.h, the verbs in lib/run/verbs.h, lib/run/check.h and
-// lib/report.
+// token shards in dataloader.h, text in tokenizer.h, and all that is not about the model in lib/: the start of a run in
+// lib/run/start.h, checkpoints in lib/run/checkpoint.h. Only lib/verbs calls what stands here.
 #include <set>
 #include <string>
 #include <vector>
@@ -34,20 +34,15 @@ using DeviceEngine = void;
 #include "lib/model/muon.h"
 #include "lib/model/sampling.h"
 #include "lib/model/tensors.h"
-#include "lib/report/export.h"
-#include "lib/report/inspect.h"
 #include "lib/report/run_report.h"
 #include "lib/run/build_info.h"
-#include "lib/run/check.h"
 #include "lib/run/config_files.h"
 #include "lib/run/device.h"
 #include "lib/run/help.h"
-#include "lib/run/model_files.h"
 #include "lib/run/report.h"
 #include "lib/run/saver.h"
 #include "lib/run/start.h"
 #include "lib/run/training_data.h"
-#include "lib/run/verbs.h"
 #include "tokenizer.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -816,6 +811,38 @@ void generate(
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// The engine in use, and the verbs that need the model beside the training.
+
+static GpuSearch search_gpus() { return search_by_engine<DeviceEngine>(); }
+
+// Calls use(engine, path) with the engine for this device, and with the path that gradients take between ranks.
+template <class Accelerator = DeviceEngine, class Use>
+void with_engine(const Device& device, World& world, Use use) {
+    if constexpr (!std::is_void<Accelerator>::value)
+        if (device.gpu) {
+            world.compute_on(format_text("%s %d", device.engine.device.c_str(), device.gpu_number));
+            Accelerator dev(device.gpu_number);
+            dev.choose_attention(device.attention_kernel);
+            const auto path = choose_path(world, device.engine, world.device + " (" + dev.name() + ")", dev.bus());
+            if (world.device_sharers > 1) dev.divide_memory(world.device_sharers);
+            world.barrier();  // now the others may allocate
+            return use(dev, path);
+        }
+    world.compute_on("CPU");
+    Cpu<float> dev;
+    dev.gemm.bf16 = device.cpu_bf16;
+    use(dev, choose_path(world, device.engine, "", ""));
+}
+
+#include "lib/verbs/check.h"
+#include "lib/verbs/eval.h"
+#include "lib/verbs/export.h"
+#include "lib/verbs/inspect.h"
+#include "lib/verbs/sample.h"
+#include "lib/verbs/texts.h"
+#include "lib/verbs/train.h"
+
+// ---------------------------------------------------------------------------------------------------------------------
 // Steps.
 
 // Adds the losses of one micro-batch to model.results and its gradients to model.dw. inputs and targets are [B, T].
@@ -974,7 +1001,7 @@ struct Run {
         gradient_norm(model, s.step, reducer.get());
         dev.send(model.results, model.RESULTS);
         apply_update(model, s.step, s.lr, reducer.get());
-        if (statistics) s.statistics = layer_statistics(dev, activations->shape, activations->layer);
+        if (statistics) s.statistics = layer_statistics(*activations);
         state.step = s.step;
         s.all_tokens = state.tokens += uint64_t(c.total_batch);
         state.loader = loader_numbers(data.train->state());
@@ -1075,7 +1102,7 @@ void begin_run(Run<Dev>& run, const Config& c, const Device& device, const Gradi
     const World& world = run.world;
     Model<Dev>& model = run.model;
     const Versions libraries = library_versions(versions_of_engine<DeviceEngine>());
-    const RunStart start = open_run(c, given, world, device, path, model, run.data, libraries);
+    const RunStart start = open_run(c, given, world, device, path, model.table, model.partition, run.data, libraries);
     model.watchdog = &world.watchdog;
     model.progress("start");
     run.reducer = make_reducer(run.dev, world, model.partition, model.grads,
@@ -1091,7 +1118,7 @@ void begin_run(Run<Dev>& run, const Config& c, const Device& device, const Gradi
     else model.initialise();
     if (!run.is_first() || !c.dump_state.empty()) return;
     keep_vocabulary(run.tokenizer.get(), c.out);
-    begin_log(run.report, c, start.checkpoint, run.state, model, world.size);
+    begin_log(run.report, c, device, model.table, start.checkpoint, run.state, world.size);
 }
 
 // Prints, on rank 0, what there is to say at the end of a run. Some ends are errors.
@@ -1137,27 +1164,6 @@ int train_run(Run<Dev>& run, const Config& c, const Device& device, const Gradie
 // ---------------------------------------------------------------------------------------------------------------------
 // Verbs.
 
-static GpuSearch search_gpus() { return search_by_engine<DeviceEngine>(); }
-
-// Calls use(engine, path) with the engine for this device, and with the path that gradients take between ranks.
-template <class Accelerator = DeviceEngine, class Use>
-void with_engine(const Device& device, World& world, Use use) {
-    if constexpr (!std::is_void<Accelerator>::value)
-        if (device.gpu) {
-            world.compute_on(format_text("%s %d", device.engine.device.c_str(), device.gpu_number));
-            Accelerator dev(device.gpu_number);
-            dev.choose_attention(device.attention_kernel);
-            const auto path = choose_path(world, device.engine, world.device + " (" + dev.name() + ")", dev.bus());
-            if (world.device_sharers > 1) dev.divide_memory(world.device_sharers);
-            world.barrier();  // now the others may allocate
-            return use(dev, path);
-        }
-    world.compute_on("CPU");
-    Cpu<float> dev;
-    dev.gemm.bf16 = device.cpu_bf16;
-    use(dev, choose_path(world, device.engine, "", ""));
-}
-
 static int run_train(Config& c, const std::set<std::string>& on_command_line, World& world) {
     const std::set<std::string> given = complete_options(c, on_command_line);
     std::unique_ptr<Tokenizer> tokenizer = Tokenizer::find(c.tokenizer, c.vocab_dir);
@@ -1165,40 +1171,22 @@ static int run_train(Config& c, const std::set<std::string>& on_command_line, Wo
     world.watchdog.start(c.stall_timeout, world.size);
     const GpuSearch gpus = search_gpus();
     drop_unsupported_options(c, on_command_line, threads_of_rank(world), gpus);
-    const Device device = choose_device(c, world, gpus);
+    Device device = choose_device(c, world, gpus);
     resolve_batch(c, given, world.size, device.gpu);
     validate_run(c, world.size);
     finish_when_asked(world.rank, world.size);
     int status = 0;
     with_engine(device, world, [&](auto& dev, const GradientPath& path) {
         dev.check_shape(shape_of(c, c.batch, c.seq_len));
-        using Engine = std::decay_t<decltype(dev)>;
-        const bool tight = require_memory<Model<Engine>, Activations<Engine>>(dev, c, world, given.count("batch"));
+        device.description = dev.describe();
+        device.peak_flops = dev.peak_flops();
+        const bool tight = require_memory(dev, c, world, given.count("batch"));
         if (world.rank == 0) warn_of_doubtful_options(c, on_command_line);
-        Run<Engine> run(dev, c, world, std::move(tokenizer), manifest_json(c));
+        Run run(dev, c, world, std::move(tokenizer), manifest_json(c));
         const auto train = [&] { return train_run(run, c, device, path, given, tight); };
         status = world.size > 1 ? report_errors(&world, train) : train();
     });
     return status;
-}
-
-// `check` and the tests take this small model.
-using SelfTest = GradientSelfTest<Model<Cpu<double>>, Activations<Cpu<double>>>;
-
-static int run_check(const Config& c, World& world) {
-    const Device device = choose_device(c, world, search_gpus());
-    BuildReport r = build_report(device, mpi_name());
-    r.versions = versions_of_engine<DeviceEngine>();
-    bool data_are_good = false;
-    with_engine(device, world, [&](auto& dev, const GradientPath&) {
-        using Engine = std::decay_t<decltype(dev)>;
-        r.device = dev.describe();
-        print_build(r);
-        data_are_good = check_data(c.vocab_dir);
-        print_needs_of<Model<Engine>, Activations<Engine>, TensorTable>(c.model, dev);
-        print_products_of<Activations<Engine>>(c.model, dev);
-    });
-    return check_gradients<SelfTest>() && data_are_good ? 0 : 1;
 }
 
 [[maybe_unused]] static int run_verb(int argc, char** argv, World& world) {
@@ -1210,25 +1198,17 @@ static int run_check(const Config& c, World& world) {
         fail_usage("'%s' runs in one process: start it without mpirun", c.verb.c_str());
     if (verb == CHECK_VERB && !given.count("model")) c.model = "125m";
     if (!c.config.empty() && !only_prints) read_options_file(c, given, world.rank == 0);
-    // Calls use(model) with a model of these weights.
-    const auto with_model = [&](const Config& options, const SafeTensors& weights, auto use) {
-        with_engine(choose_device(options, world, search_gpus()), world, [&](auto& dev, const GradientPath&) {
-            Model model(dev, options, false);
-            read_parameters(model, weights);
-            use(model);
-        });
-    };
     int status = 0;
     if (c.help) print_help(verb);
     else if (c.version) print_version(info_of_engine<DeviceEngine>(), mpi_name(), pmi_of(mpi_name()));
     else if (verb == TRAIN) status = run_train(c, given, world);
     else if (verb == TOKENIZE || verb == VOCABULARY) run_on_texts(c, verb);
-    else if (verb == SAMPLE) run_sample<TensorTable, Decoder>(c, with_model);
-    else if (verb == EVAL) run_eval<TensorTable, Activations>(c, given, world, with_model);
-    else if (verb == EXPORT) export_checkpoint<TensorTable>(c);
-    else if (verb == IMPORT) import_checkpoint<TensorTable>(c);
+    else if (verb == SAMPLE) run_sample(c, world);
+    else if (verb == EVAL) run_eval(c, given, world);
+    else if (verb == EXPORT) export_checkpoint(c);
+    else if (verb == IMPORT) import_checkpoint(c);
     else if (verb == REPORT) report_runs(c.runs, c.html);
-    else if (verb == INSPECT) run_inspect<TensorTable, Decoder>(c, with_model, TiledAttention::fold_importance);
+    else if (verb == INSPECT) run_inspect(c, world);
     else status = run_check(c, world);
     world.finish();
     if (!output_is_whole()) report_lost_output(status, (verb & (TRAIN | TOKENIZE | VOCABULARY)) && !only_prints);

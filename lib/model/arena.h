@@ -14,14 +14,16 @@ struct MemoryEntry {
     size_t count, bytes;
 };
 
-// take() every buffer once to add up the sizes, allocate(), then take() them again in the same order for their
-// addresses.
-template <class Dev>
-struct Arena {
+struct MemoryPlan {
     std::vector<MemoryEntry> memory;
     size_t bytes = 0;
     double wanted = 0;  // the same as a double, since options can ask for more than size_t holds
+};
 
+// take() every buffer once to add up the sizes, allocate(), then take() them again in the same order for their
+// addresses.
+template <class Dev>
+struct Arena : MemoryPlan {
     explicit Arena(Dev& device) : dev(device) {}
     ~Arena() { dev.release(base); }
     Arena(const Arena&) = delete;

@@ -4,16 +4,16 @@
 #include <string>
 
 #include "shape.h"
+#include "tensors.h"
 
 // FLOPs that the model needs for one token in training, counted as model FLOPs utilisation counts them (PaLM, arXiv
 // 2204.02311, appendix B): 6 for each weight of a matrix and row that it multiplies, 12 D for each pair of a query
 // and a key. Work done twice, scores, norms and the update do not count.
-// s: one sequence; specs: the model's tensors, with name, size and columns.
-template <class Specs>
-double model_flops_per_token(const Specs& specs, const NsaShape& s, int64_t layers) {
+// s: one sequence; specs: the model's tensors.
+inline double model_flops_per_token(const std::vector<TensorSpec>& specs, const NsaShape& s, int64_t layers) {
     double flops = 0;
     const bool tied = specs.back().name != "head.weight";
-    for (const auto& t : specs) {
+    for (const TensorSpec& t : specs) {
         if (!tied && t.name == "embed_tokens.weight") continue;  // rows are looked up; tied, it counts as the head
         // phi multiplies compressed blocks, everything else tokens
         const double rows = t.name.find(".phi_") == std::string::npos ? double(s.T) : double(s.cmp_rows());

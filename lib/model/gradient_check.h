@@ -1,5 +1,5 @@
-// gradient_check.h: a backward pass against finite differences of its forward pass. Used by the verb `check` in
-// train_nsa.cu.
+// gradient_check.h: a backward pass against finite differences of its forward pass. Used by the verb `check`,
+// lib/verbs/check.h.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -7,6 +7,7 @@
 
 #include "../base/progress.h"
 #include "../base/util.h"
+#include "tensors.h"
 
 // Test tokens, bytes each.
 inline std::vector<int32_t> bytes_to_check(size_t count, uint64_t seed) {
@@ -43,10 +44,10 @@ double error_along(const std::vector<double>& direction, double* params, const d
     return std::fabs((value[0] - value[1]) / (2 * step) - slope) / std::sqrt(square);
 }
 
-// For each tensor of a flat array (specs with offset and size) along a random direction; where a direction flips the
+// For each tensor of a flat array along a random direction; where a direction flips the
 // selection, along another one. loss() and selection() compute from params; grads holds the gradient there.
-template <class Specs, class Loss, class Selection>
-GradientErrors gradient_errors(const Specs& specs, double* params, const double* grads, Loss loss,
+template <class Loss, class Selection>
+GradientErrors gradient_errors(const std::vector<TensorSpec>& specs, double* params, const double* grads, Loss loss,
                                Selection selection) {
     const uint64_t directions = 3;  // tried at most
     GradientErrors errors;

@@ -7,9 +7,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <numeric>
+#include <utility>
 #include <vector>
 
 #include "engine.h"
+#include "tensors.h"
 
 // FLOPs of a step of Newton-Schulz on a matrix: two products of n^2 width multiply-adds, and one of n^3.
 inline double newton_schulz_step_flops(int64_t rows, int64_t columns) {
@@ -122,3 +124,18 @@ struct StateElements {
         }
     }
 };
+
+// What a tensor's first `size` elements and a piece have in common: [first, last) in the flat arrays.
+inline std::pair<size_t, size_t> overlap(const TensorSpec& t, size_t size, const Piece& p) {
+    return {std::max(t.offset, p.begin), std::min(t.offset + size, p.begin + p.count)};
+}
+
+// Of a piece that AdamW updates: what is in it of each tensor, and whether it decays. None of a matrix of Muon.
+inline std::vector<AdamWSpan> spans_of(const std::vector<TensorSpec>& specs, const Piece& p) {
+    std::vector<AdamWSpan> all;
+    for (const TensorSpec& t : specs) {
+        const auto [first, last] = overlap(t, t.padded, p);
+        if (first < last && !p.rows) add_span(all, first - p.begin, last - p.begin, t.decay);
+    }
+    return all;
+}

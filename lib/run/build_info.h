@@ -1,4 +1,4 @@
-// build_info.h: what this program was built from and with. Used by the verb `check` and by --version in train_nsa.cu.
+// build_info.h: what this program was built from and with. Used by lib/verbs/check.h and --version.
 #pragma once
 #include <algorithm>
 #include <cstdio>

@@ -151,8 +151,8 @@ static void require_same_model(const ModelConfig& c, const std::string& checkpoi
 }
 
 // --init-from: the weights to begin with; null where none are asked for. says: on the rank that prints.
-template <class Specs>
-std::unique_ptr<SafeTensors> open_initial_weights(const TrainConfig& c, const Specs& specs, bool says) {
+inline std::unique_ptr<SafeTensors> open_initial_weights(const TrainConfig& c, const std::vector<TensorSpec>& specs,
+                                                         bool says) {
     if (c.init_from.empty()) return nullptr;
     const std::string folder = checkpoint_of(c.init_from, "--init-from");
     require_same_model(c, folder, "begin");
@@ -407,29 +407,6 @@ static void read_trained_config(Config& c, const std::string& folder) {
     if (seq_len) c.seq_len = seq_len;
     if (branches != "all") c.branches = branches;
     if (c.vocab_dir.empty() && c.tokenizer == "gpt2") c.vocab_dir = vocabulary_of_checkpoint(folder);
-}
-
-struct TrainedModel {
-    std::string folder;
-    std::unique_ptr<SafeTensors> weights;
-};
-
-// The model that --from names; c gets its options. A run that goes on training removes old checkpoints (--keep): where
-// one goes while it is read here, the newest of then takes its place. Table: the list of a model's tensors.
-template <class Table>
-TrainedModel open_trained_model(Config& c) {
-    while (true) {
-        Config trained = c;
-        const std::string folder = chosen_checkpoint(c);
-        try {
-            read_trained_config(trained, folder);
-            TrainedModel model = {folder, open_weights(folder, Table(trained).specs)};
-            c = trained;
-            return model;
-        } catch (const Error&) {
-            if (c.at_step != "last" || folder == c.from || !is_gone(folder)) throw;
-        }
-    }
 }
 
 // The options that decided what the run of a checkpoint was validated on.

@@ -26,8 +26,10 @@ struct Device {
     int threads = 1;
     std::string attention_kernel;  // of the engine for devices
     std::string reason;
-    std::string idle;   // what to say of processors that the launcher keeps from all ranks of this machine
-    EngineInfo engine;  // the one for devices, whether it is in use or not
+    std::string idle;         // what to say of processors that the launcher keeps from all ranks of this machine
+    EngineInfo engine;        // the one for devices, whether it is in use or not
+    std::string description;  // of the engine in use, once it is open
+    double peak_flops = 0;    // of its products; 0: unknown
 };
 
 // What `check` says of this device and its machine; the engine in use adds its own.

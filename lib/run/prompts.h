@@ -1,5 +1,5 @@
 // prompts.h: what the verb `sample` continues: prompts of the command line, of files and of a conversation, and what it
-// prints of them, by generate() of train_nsa.cu. Used by a run's samples and by run_sample() in verbs.h.
+// prints of them. Used by lib/verbs/sample.h.
 #pragma once
 #include <functional>
 #include <iostream>
@@ -92,20 +92,6 @@ struct TokenPrinter {
         std::fflush(stdout);
     }
 };
-
-// Prints and returns a sample: the prompt, or the beginning of a new document, and what the model makes of it.
-template <class Model>
-std::string print_sample(Model& model, const Tokenizer& tokenizer, const SampleConfig& c, int64_t count,
-                         bool in_training, const std::string& prompt) {
-    std::vector<int32_t> ids = {tokenizer.end_of_text};
-    for (const uint16_t id : tokenizer.encode(prompt)) ids.push_back(id);
-    if (!in_training) warn_beyond_trained(int64_t(ids.size()), count, model.config.seq_len);
-    TokenPrinter printer = {tokenizer, in_training || c.past_end, prompt};
-    generate(
-        model, ids, count, c, [&](int32_t token) { return printer.print(token) && stop_signal == 0; },
-        [&] { printer.end(); });
-    return printer.all;
-}
 
 // --interactive: continues each line of stdin in turn, by at most `count` tokens or up to an end-of-text. All that was
 // said before stays the beginning of the text, until the model's length is reached. next(tokens) reads tokens and

@@ -75,17 +75,17 @@ inline void print_run_batch(const TrainConfig& c, int ranks, bool on_gpu, const 
 
 // What a reader wants to know before the first step, one line each: device, ranks, model, data, batch. weights: where
 // they come from.
-template <class Model>
-void print_run(const TrainConfig& c, const std::set<std::string>& given, const World& world, const Device& device,
-               const std::string& reducer, const Model& model, const TrainingData& data, const std::string& weights) {
-    std::printf("device: %s, because %s; %s (%s), %d on %s, %s each\n", model.dev.describe().c_str(),
+inline void print_run(const TrainConfig& c, const std::set<std::string>& given, const World& world,
+                      const Device& device, const std::string& reducer, const TensorList& table,
+                      const Partition& partition, const TrainingData& data, const std::string& weights) {
+    std::printf("device: %s, because %s; %s (%s), %d on %s, %s each\n", device.description.c_str(),
                 device.reason.c_str(), counted(world.size, "rank").c_str(), world.launcher.c_str(), world.local_size,
                 world.host.c_str(), counted(device.threads, "CPU thread").c_str());
     if (!device.idle.empty()) std::printf("        %s\n", device.idle.c_str());
-    print_run_ranks(c, world, reducer, model.partition);
+    print_run_ranks(c, world, reducer, partition);
     std::printf("model:  %s, %lld parameters (%s, width %lld, %s attention), %s\n", c.model.c_str(),
-                (long long)model.table.parameters, counted(c.layers, "layer").c_str(), (long long)c.dim,
-                c.attention.c_str(), printable(weights).c_str());
+                (long long)table.parameters, counted(c.layers, "layer").c_str(), (long long)c.dim, c.attention.c_str(),
+                printable(weights).c_str());
     print_run_data(c, data, given);
     print_run_batch(c, world.size, device.gpu, given);
 }
@@ -138,19 +138,6 @@ inline bool fit_batch(ModelConfig& c, const World& world, bool batch_is_given, d
     return needed(c.batch, c.recompute) > 0.75 * available;
 }
 
-// The same for a model and its activations, on the memory of this engine.
-template <class Model, class Activations, class Dev>
-bool require_memory(Dev& dev, ModelConfig& c, const World& world, bool batch_is_given) {
-    const double mib = 1 << 20;
-    const double fixed = Model::flat_bytes(c, world.size) / mib;
-    const double available = world.lowest(dev.available_bytes(world.device_sharers) / mib);
-    return fit_batch(c, world, batch_is_given, fixed, available, [&](int64_t batch, int64_t recompute) {
-        ModelConfig other = c;
-        other.recompute = recompute;
-        return fixed + Activations::bytes_needed(dev, other, batch, c.seq_len, TRAINING) / mib;
-    });
-}
-
 // Bytes of a rank, for something that only runs forward.
 inline void require_memory_for(double needed, double available, const std::string& what, const char* advice) {
     if (needed > available)
@@ -176,16 +163,15 @@ inline void require_memory_to_decode(double needed, double available, int64_t pr
 }
 
 // in_full: a line for every buffer, and one for all that take less than 4 % of the activations.
-template <class Dev>
-void print_memory(double fixed_mib, const Arena<Dev>& arena, bool in_full) {
+inline void print_memory(double fixed_mib, const MemoryPlan& plan, bool in_full) {
     std::printf("memory: %.1f MiB of parameters, gradients and moments, %.1f MiB of activations per rank\n", fixed_mib,
-                double(arena.bytes) / (1 << 20));
+                double(plan.bytes) / (1 << 20));
     if (!in_full) return;
-    std::vector<MemoryEntry> entries = arena.memory;
+    std::vector<MemoryEntry> entries = plan.memory;
     std::sort(entries.begin(), entries.end(), [](const auto& x, const auto& y) { return x.bytes > y.bytes; });
     size_t rest = 0;
     for (const MemoryEntry& e : entries) {
-        if (e.bytes * 25 < arena.bytes) rest += e.bytes;
+        if (e.bytes * 25 < plan.bytes) rest += e.bytes;
         else std::printf("        %8.1f MiB  %3zu x %s\n", double(e.bytes) / (1 << 20), e.count, e.name.c_str());
     }
     std::printf("        %8.1f MiB  the rest\n", double(rest) / (1 << 20));
@@ -385,29 +371,6 @@ inline std::string layer_statistics_json(const std::vector<float>& gate, const s
            format_text(",\"blocks_mean\":%.2f,\"blocks_max\":%llu", double(selected) / double(queries),
                        (unsigned long long)largest) +
            ",\"importance_selected\":" + number(importance) + "}";
-}
-
-// Gates and selections of the last forward pass, layer by layer, for log.jsonl; {} of layers without NSA, "" where no
-// other is. layers: their buffers gate, selection and chosen_importance.
-template <class Dev, class Layers>
-std::string layer_statistics(Dev& dev, const NsaShape& s, const Layers& layers) {
-    if (s.full) return "";
-    std::string text = ",\"layers\":[";
-    const size_t words = size_t(s.selection_words()), queries = size_t(s.B) * s.G * s.T;
-    std::vector<float> gate(s.branches() * s.query_rows()), chosen(queries);
-    std::vector<uint32_t> masks(queries * words);
-    for (size_t i = 0; i < layers.size(); i++) {
-        text += i ? "," : "";
-        if (s.kind_of_layer(i) != NSA_LAYER) {
-            text += "{}";
-            continue;
-        }
-        dev.to_host(gate.data(), layers[i].gate, gate.size());
-        dev.copy(masks.data(), layers[i].selection, masks.size());
-        dev.to_host(chosen.data(), layers[i].chosen_importance, chosen.size());
-        text += layer_statistics_json(gate, masks, words, chosen);
-    }
-    return text + "]";
 }
 
 // How each line of log.jsonl begins. time: of the day, which somebody may set; clock: counts the seconds at work.

@@ -43,9 +43,9 @@ inline void require_shared_folder(const World& world, const std::string& out) {
 
 // Looks at whatever a run can be refused for, prints its first lines, and only then writes into its folder. All ranks
 // call it.
-template <class Model>
-RunStart open_run(const Config& c, const std::set<std::string>& given, const World& world, const Device& device,
-                  const GradientPath& path, const Model& model, const TrainingData& data, const Versions& libraries) {
+inline RunStart open_run(const Config& c, const std::set<std::string>& given, const World& world, const Device& device,
+                         const GradientPath& path, const TensorList& table, const Partition& partition,
+                         const TrainingData& data, const Versions& libraries) {
     const bool writes = c.dump_state.empty(), says = world.rank == 0;
     if (world.size > 1)
         require_same(world, same_run_lines(c, binary_digest(), data.train->state().corpus, data.val_corpus()),
@@ -57,7 +57,7 @@ RunStart open_run(const Config& c, const std::set<std::string>& given, const Wor
                                 : !c.init_from.empty() ? "weights of " + c.init_from
                                 : c.init == "random"   ? "every tensor random"
                                                        : c.init + " initialisation";
-    if (says) print_run(c, given, world, device, path.text, model, data, weights);
+    if (says) print_run(c, given, world, device, path.text, table, partition, data, weights);
     bool has_steps = true;
     if (resumes) {
         require_same_model(c, start.checkpoint, "resume");
@@ -71,9 +71,9 @@ RunStart open_run(const Config& c, const std::set<std::string>& given, const Wor
                 .compare(0, 16, format_text("%016llx", (unsigned long long)data.val[0].loader->state().corpus)))
             std::printf("resume: validation is on other data than the checkpoint's: losses cannot be compared\n");
     } else {
-        start.weights = open_initial_weights(c, model.table.specs, says);
+        start.weights = open_initial_weights(c, table.specs, says);
     }
-    const std::string record = environment_json(world, model.dev.describe(), libraries, start.checkpoint);
+    const std::string record = environment_json(world, device.description, libraries, start.checkpoint);
     if (says && writes) prepare_run_folder(c.out, resumes, has_steps ? manifest_json(c) : "", record);
     world.barrier();
     if (writes) require_shared_folder(world, c.out);
@@ -90,13 +90,11 @@ inline void keep_vocabulary(const Tokenizer* tokenizer, const std::string& out) 
 }
 
 // On rank 0, when the folder is there and the weights are: opens the logs and writes the run's first lines into them.
-template <class Model>
-void begin_log(RunReport& report, const Config& c, const std::string& checkpoint, const TrainState& state,
-               const Model& model, int ranks) {
+inline void begin_log(RunReport& report, const Config& c, const Device& device, const TensorList& table,
+                      const std::string& checkpoint, const TrainState& state, int ranks) {
     report.log = std::make_unique<RunLog>(c.out, !checkpoint.empty(), state.step, c.tensorboard);
-    report.log_start(state, version_text(), model.dev.describe(), ranks, model.table.parameters, c.vocab_size,
-                     model_flops_per_token(model.table.specs, shape_of(c, 1, c.seq_len), c.layers),
-                     model.dev.peak_flops());
+    report.log_start(state, version_text(), device.description, ranks, table.parameters, c.vocab_size,
+                     model_flops_per_token(table.specs, shape_of(c, 1, c.seq_len), c.layers), device.peak_flops);
     print_resume(c, checkpoint, state.step);
     std::fflush(stdout);
 }

@@ -1,96 +1,34 @@
-// tensor_files.h: an engine's flat arrays as named tensors in files, and back. Used by the checkpoints in train_nsa.cu.
+// tensor_files.h: flat arrays as named tensors in files. Used by lib/verbs/model_files.h, which reads and writes them.
 //
-// A list of specs names the tensors of a flat array: a spec has a name, shape(), offset and size, in elements. A list
-// of pieces says which elements of the flat arrays a rank owns, and where they are in its own arrays, see
-// lib/model/partition.h. The moments m and v are written by the ranks that own them, in pieces named
-// m.<tensor>[<first>:<last>], so that any number of ranks can read them back.
+// A list of specs names the tensors of a flat array, see lib/model/tensors.h; a list of pieces says which elements of
+// it a rank owns, and where they are in its own arrays, see lib/model/partition.h. The moments m and v are written by
+// the ranks that own them, in pieces named m.<tensor>[<first>:<last>], so that any number of ranks can read them back.
 #pragma once
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <string>
-#include <type_traits>
 #include <vector>
 
 #include "checkpoint.h"
 #include "../base/safetensors.h"
 #include "../model/shape.h"
+#include "../model/tensors.h"
 #include "../base/util.h"
-
-// What views point into, where the engine's own memory will not do.
-using Buffers = std::vector<std::vector<float>>;
-
-// `count` numbers of the engine as fp32 in the host's memory: where they are, if they are that already; else in
-// `buffers`.
-template <class Dev, class T>
-const float* host_floats(Dev& dev, const T* p, size_t count, Buffers& buffers) {
-    if constexpr (Dev::on_host && std::is_same<T, float>::value) return p;
-    buffers.emplace_back(count);
-    dev.to_host(buffers.back().data(), p, count);
-    return buffers.back().data();
-}
-
-// A whole flat array, padding left out.
-template <class Dev, class Specs, class T>
-std::vector<TensorView> views_of(Dev& dev, const Specs& specs, const T* flat, const std::string& prefix,
-                                 Buffers& buffers) {
-    std::vector<TensorView> views;
-    for (const auto& t : specs)
-        views.push_back(tensor_view(prefix + t.name, t.shape(), host_floats(dev, flat + t.offset, t.size, buffers)));
-    return views;
-}
 
 // The tensors in the first chunk whose sum of squares is not finite, for messages. chunk: elements of a chunk; squares:
 // one sum for each.
-template <class Specs, class Sum>
-std::string first_bad_tensor(const Specs& specs, const std::vector<Sum>& squares, size_t chunk) {
+template <class Sum>
+std::string first_bad_tensor(const std::vector<TensorSpec>& specs, const std::vector<Sum>& squares, size_t chunk) {
     for (size_t i = 0; i < squares.size(); i++) {
         if (std::isfinite(squares[i])) continue;
         std::string names;
-        for (const auto& t : specs)
+        for (const TensorSpec& t : specs)
             if (t.offset < (i + 1) * chunk && t.offset + t.size > i * chunk)
                 names += (names.empty() ? "gradient of " : " or ") + t.name;
         return names;
     }
     return "none, only the loss";
-}
-
-// What a tensor's first `size` elements and a piece have in common: [first, last) in the flat arrays.
-template <class Spec, class Piece>
-std::pair<size_t, size_t> overlap(const Spec& t, size_t size, const Piece& p) {
-    return {std::max(t.offset, p.begin), std::min(t.offset + size, p.begin + p.count)};
-}
-
-// Of a piece that AdamW updates: what is in it of each tensor, and whether it decays. None of a matrix of Muon.
-template <class Specs, class Piece>
-std::vector<AdamWSpan> spans_of(const Specs& specs, const Piece& p) {
-    std::vector<AdamWSpan> all;
-    for (const auto& t : specs) {
-        const auto [first, last] = overlap(t, t.padded, p);
-        if (first < last && !p.rows) add_span(all, first - p.begin, last - p.begin, t.decay);
-    }
-    return all;
-}
-
-// A flat array of which every rank holds its pieces (flat, by Piece::local): whole on rank 0, nothing elsewhere. All
-// ranks call it.
-template <class Dev, class Specs, class T, class Pieces>
-std::vector<TensorView> views_of_shards(Dev& dev, const Specs& specs, const T* flat, const Pieces& owned,
-                                        const World& world, Buffers& buffers) {
-    std::vector<TensorView> views;
-    for (const auto& t : specs) {
-        std::vector<float> whole(t.size);
-        for (const auto& p : owned) {
-            const auto [first, last] = overlap(t, t.size, p);
-            if (first < last)
-                dev.to_host(whole.data() + (first - t.offset), flat + p.local + (first - p.begin), last - first);
-        }
-        world.sum(whole.data(), whole.size());  // the other ranks have zeros here
-        if (world.rank != 0) continue;
-        buffers.push_back(std::move(whole));
-        views.push_back(tensor_view(t.name, t.shape(), buffers.back().data()));
-    }
-    return views;
 }
 
 // With weights that are not finite nothing can be computed.
@@ -107,51 +45,15 @@ inline void require_finite(const SafeTensors& file) {
 
 // A checkpoint's weights. Every tensor's name and shape are checked, before memory is allocated for what a config.json
 // says.
-template <class Specs>
-std::unique_ptr<SafeTensors> open_weights(const std::string& checkpoint, const Specs& specs) {
+inline std::unique_ptr<SafeTensors> open_weights(const std::string& checkpoint, const std::vector<TensorSpec>& specs) {
     auto weights = std::make_unique<SafeTensors>(checkpoint + "/model.safetensors");
-    for (const auto& t : specs) weights->get(t.name, "F32", t.shape());
+    for (const TensorSpec& t : specs) weights->get(t.name, "F32", t.shape());
     require_finite(*weights);
     return weights;
 }
 
-// For an engine with an fp32 master copy, which is what the file holds: rounds the parameters from it as the
-// optimiser's last update, in step last_update, rounded them.
-template <class Dev, class Specs, class T>
-void round_parameters(Dev& dev, const Specs& specs, T* params, const SafeTensors& weights, uint64_t seed,
-                      int64_t last_update) {
-    if constexpr (Dev::has_master) {
-        if (last_update == 0) return;
-        size_t largest = 0;
-        for (const auto& t : specs) largest = std::max(largest, t.padded);
-        auto* whole = dev.template allocate<typename Dev::Master>(largest);
-        for (const auto& t : specs) {
-            dev.zero(whole, t.padded);
-            dev.from_host(whole, static_cast<const float*>(weights.get(t.name, "F32", t.shape()).data), t.size);
-            dev.round_master(params + t.offset, whole, t.padded, seed, last_update, t.offset);
-        }
-        dev.release(whole);
-    }
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // Moments.
-
-// The pieces of m or v that a rank writes. A matrix of Muon has no v.
-template <class Dev, class Specs, class T, class Pieces>
-void add_moments(std::vector<TensorView>& views, Dev& dev, const Specs& specs, const T* flat, char moment,
-                 const Pieces& pieces, Buffers& buffers) {
-    for (const auto& p : pieces)
-        for (const auto& t : specs) {
-            const auto [first, last] = overlap(t, t.size, p);
-            if (first >= last || (moment == 'v' && t.orthogonal)) continue;
-            const size_t at = (moment == 'm' ? p.local : p.second) + (first - p.begin);
-            const std::string name =
-                format_text("%c.%s[%zu:%zu]", moment, t.name.c_str(), first - t.offset, last - t.offset);
-            views.push_back(
-                tensor_view(name, {int64_t(last - first)}, host_floats(dev, flat + at, last - first, buffers)));
-        }
-}
 
 struct MomentPiece {
     char moment;          // 'm' or 'v'
@@ -159,8 +61,7 @@ struct MomentPiece {
     const float* values;
 };
 
-template <class Specs>
-MomentPiece moment_piece(const TensorView& view, const Specs& specs, const std::string& path) {
+inline MomentPiece moment_piece(const TensorView& view, const std::vector<TensorSpec>& specs, const std::string& path) {
     size_t first = 0, last = 0;
     const size_t bracket = view.name.find('[');
     int length = 0;
@@ -179,33 +80,6 @@ MomentPiece moment_piece(const TensorView& view, const Specs& specs, const std::
     return {prefix[0], t->offset + first, last - first, static_cast<const float*>(view.data)};
 }
 
-// Reads what a rank owns of m and v out of every rank's file, however many ranks wrote them. Fails unless all moments
-// are there.
-template <class Dev, class Specs, class T, class Pieces>
-void read_moments(Dev& dev, const Specs& specs, T* m, T* v, const Pieces& owned, const Manifest& manifest,
-                  const std::string& folder) {
-    size_t expected = 0, found = 0;
-    for (const auto& t : specs) expected += (t.orthogonal ? 1 : 2) * t.size;
-    for (const FileRecord& record : manifest.files) {
-        if (record.name.compare(0, 10, "optimizer_") != 0) continue;
-        const SafeTensors file(folder + "/" + record.name);
-        for (const TensorView& view : file.tensors) {
-            const MomentPiece piece = moment_piece(view, specs, file.path);
-            found += piece.count;
-            for (const auto& p : owned) {
-                const size_t from = std::max(piece.begin, p.begin);
-                const size_t to = std::min(piece.begin + piece.count, p.begin + p.count);
-                if (from >= to) continue;
-                T* const to_array = piece.moment == 'm' ? m + p.local : v + p.second;
-                dev.from_host(to_array + (from - p.begin), piece.values + (from - piece.begin), to - from);
-            }
-        }
-    }
-    if (found != expected)
-        fail("%s: the optimiser's files hold %zu of %zu moments: one of them is missing or of another model",
-             manifest.path.c_str(), found, expected);
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // --dump-state: what another program needs to compare itself with this one.
 
@@ -220,15 +94,6 @@ struct StateDump {
     std::vector<std::vector<uint32_t>> selection;  // per layer the bitmasks [B, G, T]; none of layers without NSA
 
     void add(const std::vector<TensorView>& more) { tensors.insert(tensors.end(), more.begin(), more.end()); }
-    template <class Dev, class Layers>
-    void add_selections(Dev& dev, const Layers& layers) {
-        for (size_t i = 0; i < layers.size(); i++) {
-            selection.emplace_back();
-            if (shape.kind_of_layer(i) != NSA_LAYER) continue;
-            selection.back().resize(size_t(shape.B) * shape.G * shape.T * shape.selection_words());
-            dev.copy(selection.back().data(), layers[i].selection, selection.back().size());
-        }
-    }
 };
 
 // A bitmask becomes a byte per block.

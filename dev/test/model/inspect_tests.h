@@ -2,7 +2,6 @@
 // worked example against numbers by hand and against dev/MODEL.md. What a browser makes of the page,
 // dev/inspect_browser.py sees; it runs here where there is a Chromium.
 #pragma once
-#include "../../../lib/report/inspect.h"
 #include "model_tests.h"
 #include "../program/program.h"
 #include "worked_example.h"

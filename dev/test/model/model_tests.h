@@ -266,7 +266,7 @@ TEST(what_does_not_fit_is_refused_with_what_would) {
         dev.available = available;
         try {
             Config c = config_of("--model tiny --total-batch 4096 " + options);
-            require_memory<Model<SmallCpu>, Activations<SmallCpu>>(dev, c, world, true);
+            require_memory(dev, c, world, true);
         } catch (const Error& e) {
             return e.what();
         }
@@ -290,7 +290,7 @@ TEST(what_does_not_fit_is_refused_with_what_would) {
     const auto taken = [&](double available) {
         dev.available = available;
         Config c = config_of("--model tiny --total-batch 7168 --batch 14");
-        require_memory<Model<SmallCpu>, Activations<SmallCpu>>(dev, c, world, false);
+        require_memory(dev, c, world, false);
         return c.batch;
     };
     CHECK_EQUAL(taken(needed(14, 0)), int64_t(14));

@@ -607,7 +607,7 @@ TEST(checkpoints_removed_while_they_are_read_are_no_damage) {
     for (int i = 0; i < 300; i++) {
         Config c;
         c.from = out, c.at_step = "last", c.branches = "all";
-        std::string error = error_of([&] { open_trained_model<TensorTable>(c); });
+        std::string error = error_of([&] { open_trained_model(c); });
         CHECK_EQUAL(error, std::string());
     }
     read_enough = true;

@@ -1,6 +1,7 @@
-// check.h: what the verb `check` works out: a gradient self-test, and the memory and FLOPs that a preset takes. Used by
-// run_check() in train_nsa.cu, whose Model, Activations, forward(), classify() and backward() these templates take.
+// check.h: the verb `check`: the build, the data, a gradient self-test, and the memory and FLOPs that a preset takes.
+// Included by train_nsa.cu behind the model.
 #pragma once
+#include <cstdio>
 #include <cstring>
 #include <string>
 #include <type_traits>
@@ -8,13 +9,13 @@
 
 #include "../../tokenizer.h"
 #include "../data/token_source.h"
-#include "../model/arena.h"
 #include "../model/flops.h"
 #include "../model/gradient_check.h"
-#include "build_info.h"
-#include "config_files.h"
-#include "options.h"
-#include "report.h"
+#include "../run/build_info.h"
+#include "../run/config_files.h"
+#include "../run/device.h"
+#include "../run/options.h"
+#include "../run/report.h"
 
 // The check of what lies in data/ and of the vocabulary. False, with a line, where something is damaged.
 inline bool check_data(const std::string& vocab_dir) {
@@ -35,16 +36,15 @@ inline bool check_data(const std::string& vocab_dir) {
     return damage.empty();
 }
 
-// A small model in fp64 and its gradient under --recompute.
-template <class Model, class Activations>
-struct GradientSelfTest {
-    std::decay_t<decltype(Model::dev)> dev;
+// A small model in fp64 and its gradient under --recompute; the tests take it too.
+struct SelfTest {
+    Cpu<double> dev;
     Config config;
-    Model model;
-    Activations a;
+    Model<Cpu<double>> model;
+    Activations<Cpu<double>> a;
     std::vector<int32_t> inputs, targets;
 
-    explicit GradientSelfTest(int64_t recompute, const std::string& options = "")
+    explicit SelfTest(int64_t recompute, const std::string& options = "")
         : config(options_of("--init random --seq-len 70 --dim 24 --heads 4 --head-dim 6 --mlp-hidden 40 "
                             "--phi-hidden 5 --cmp-block 8 --cmp-stride 4 --slc-block 8 --slc-count 4 --window 9 "
                             "--recompute " +
@@ -67,14 +67,13 @@ struct GradientSelfTest {
             model.table.specs, model.params, model.grads, [&] { return loss(false); },
             [&] { return selections_of(a); });
     }
-    bool has_gradients_of(const GradientSelfTest& other) const {
+    bool has_gradients_of(const SelfTest& other) const {
         return !std::memcmp(model.grads, other.model.grads, model.table.total * sizeof(double));
     }
 };
 
 // Of the model as it is by default, and with the options that change it.
-template <class SelfTest>
-bool check_gradients() {
+inline bool check_gradients() {
     const double limit = 1e-6;
     bool good = true;
     for (const char* options : {"", "--qk-norm --smear --head untied"}) {
@@ -94,14 +93,14 @@ bool check_gradients() {
 }
 
 // What a rank of a preset would take, and the whole run.
-template <class Model, class Activations, class Table, class Dev>
+template <class Dev>
 void print_needs_of(const std::string& preset, Dev& dev) {
     Config c = options_of("--model " + preset);
     c.batch = Dev::on_host && is_too_large_for_cpu(c) ? 1 : preset_of(c).batch;
     std::printf("  --model %s --batch %lld takes\n", preset.c_str(), (long long)c.batch);
-    print_memory(Model::flat_bytes(c, 1) / (1 << 20), Activations(dev, c, c.batch, c.seq_len, TRAINING, 0, true).arena,
-                 true);
-    const Table table(c);
+    print_memory(Model<Dev>::flat_bytes(c, 1) / (1 << 20),
+                 Activations<Dev>(dev, c, c.batch, c.seq_len, TRAINING, 0, true).arena, true);
+    const TensorTable table(c);
     const double flops = model_flops_per_token(table.specs, shape_of(c, 1, c.seq_len), c.layers),
                  tokens = double(c.steps) * double(c.total_batch);
     std::printf("FLOPs:  %.4g a token, %lld parameters; %.3g for the preset's %.3g tokens\n", flops,
@@ -111,10 +110,10 @@ void print_needs_of(const std::string& preset, Dev& dev) {
 // How the engine computes what takes most of a step of that preset: its linear layers, where there are several ways.
 // The projection to queries, keys, values and gates is one product, and the classifier multiplies a chunk of rows at a
 // time.
-template <class Activations, class Dev>
+template <class Dev>
 void print_products_of(const std::string& preset, Dev& dev, std::FILE* out = stdout) {
     const Config c = options_of("--model " + preset);
-    const Activations a(dev, c, preset_of(c).batch, c.seq_len, TRAINING, 0, true);
+    const Activations<Dev> a(dev, c, preset_of(c).batch, c.seq_len, TRAINING, 0, true);
     const int N = a.shape.B * a.shape.T, C = int(a.C), M = int(a.M);
     const struct {
         const char* name;
@@ -127,4 +126,19 @@ void print_products_of(const std::string& preset, Dev& dev, std::FILE* out = std
     for (const auto& layer : layers)
         for (const std::string& text : dev.describe_products(layer.rows, layer.in, layer.out))
             std::fprintf(out, "  %-12s %s\n", layer.name, text.c_str());
+}
+
+inline int run_check(const Config& c, World& world) {
+    const Device device = choose_device(c, world, search_gpus());
+    BuildReport r = build_report(device, mpi_name());
+    r.versions = versions_of_engine<DeviceEngine>();
+    bool data_are_good = false;
+    with_engine(device, world, [&](auto& dev, const GradientPath&) {
+        r.device = dev.describe();
+        print_build(r);
+        data_are_good = check_data(c.vocab_dir);
+        print_needs_of(c.model, dev);
+        print_products_of(c.model, dev);
+    });
+    return check_gradients() && data_are_good ? 0 : 1;
 }

@@ -1,6 +1,7 @@
 // export.h: the verbs export and import: a checkpoint as a folder that Hugging Face's transformers loads, and such a
 // folder as a checkpoint again. Neither computes anything: the tensors are copied as they are. lib/report/hf/ holds the
-// model in PyTorch, which goes with every export; the program carries those files in itself.
+// model in PyTorch, which goes with every export; the program carries those files in itself. Included by train_nsa.cu
+// behind the model, for its list of tensors.
 #pragma once
 #include <cstdio>
 #include <set>
@@ -20,7 +21,8 @@
 #include "../base/safetensors.h"
 #include "../run/tensor_files.h"
 #include "../data/vocabulary.h"
-#include "model_card.h"
+#include "../report/model_card.h"
+#include "trained_model.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The files of lib/report/hf/ within the program.
@@ -34,7 +36,7 @@ EMBED_FILE(configuration_nsa, "lib/report/hf/configuration_nsa.py")
 using TextFiles = std::vector<std::pair<std::string, std::string>>;  // name, text
 
 // Our own config.json with the keys that transformers looks for.
-static std::string hf_config_json(const Config& c, int end_of_text) {
+inline std::string hf_config_json(const Config& c, int end_of_text) {
     std::string text = config_json(c);
     text.resize(text.rfind('}'));
     text +=
@@ -46,7 +48,7 @@ static std::string hf_config_json(const Config& c, int end_of_text) {
 
 // What the files of both kinds of tokenizer say of it. A token that stands before and between documents serves as
 // padding too: it is never trained to look back. longest: tokens that the model was trained on at a time.
-static std::string tokenizer_config_json(const char* type, const std::string& token, int64_t longest) {
+inline std::string tokenizer_config_json(const char* type, const std::string& token, int64_t longest) {
     std::string text = std::string("{\"tokenizer_class\": \"") + type + "\"";
     for (const char* name : {"bos_token", "eos_token", "pad_token", "unk_token"})
         text += std::string(", \"") + name + "\": " + json_quote(token);
@@ -59,7 +61,7 @@ static std::string tokenizer_config_json(const char* type, const std::string& to
 
 // For transformers without any code of ours. vocabulary, merges: as JSON; special: the token that no text makes;
 // by_words: text is cut into GPT-2's pieces first.
-static std::string tokenizer_json(const std::string& vocabulary, const std::string& merges, const std::string& special,
+inline std::string tokenizer_json(const std::string& vocabulary, const std::string& merges, const std::string& special,
                                   int id, bool by_words) {
     const std::string byte_level =
         "{\"type\": \"ByteLevel\", \"add_prefix_space\": false, \"trim_offsets\": true, \"use_regex\": " +
@@ -76,7 +78,7 @@ static std::string tokenizer_json(const std::string& vocabulary, const std::stri
 
 // One token per byte, whose id is the byte, as a BPE without merges. Byte 0, which text does not contain and which
 // stands before documents, is the special token.
-static TextFiles bytes_tokenizer_files(int64_t longest) {
+inline TextFiles bytes_tokenizer_files(int64_t longest) {
     const ByteAlphabet alphabet;
     const std::string special(1, '\0');
     std::string vocabulary = "{" + json_quote(special) + ": 0";
@@ -109,15 +111,14 @@ inline TextFiles tokenizer_files(const Tokenizer& t, int64_t longest) {
 // The verbs.
 
 // The tensors of a file in the order of a checkpoint. Neither one too few nor one too many.
-template <class Table>
-std::vector<TensorView> tensors_of_model(const Table& table, const SafeTensors& file) {
+inline std::vector<TensorView> tensors_of_model(const TensorList& table, const SafeTensors& file) {
     std::vector<TensorView> tensors;
     std::set<std::string> names;
     for (const TensorView& t : file.tensors)
         if (t.dtype != "F32")
             fail("%s: tensor %s has dtype %s, expected F32: save the model with model.float().save_pretrained(...)",
                  file.path.c_str(), t.name.c_str(), t.dtype.c_str());
-    for (const auto& spec : table.specs) {
+    for (const TensorSpec& spec : table.specs) {
         tensors.push_back(file.get(spec.name, "F32", spec.shape()));
         names.insert(spec.name);
     }
@@ -128,10 +129,9 @@ std::vector<TensorView> tensors_of_model(const Table& table, const SafeTensors& 
 }
 
 // Someone who gives the model a tensor has to teach the PyTorch model what it does.
-template <class Table>
-void require_known_to_pytorch(const Table& table) {
+inline void require_known_to_pytorch(const TensorList& table) {
     const std::string python(file_modeling_nsa, file_modeling_nsa_end);
-    for (const auto& spec : table.specs) {
+    for (const TensorSpec& spec : table.specs) {
         std::string name = spec.name;
         if (name.compare(0, 7, "layers.") == 0) name.erase(0, name.find('.', 7) + 1);
         if (python.find("\"" + name + "\"") == std::string::npos)
@@ -142,13 +142,11 @@ void require_known_to_pytorch(const Table& table) {
     }
 }
 
-// Table: the list of the model's tensors.
-template <class Table>
-void export_checkpoint(Config c) {
+inline void export_checkpoint(Config c) {
     const std::string to = c.out;
-    const TrainedModel model = open_trained_model<Table>(c);
+    const TrainedModel model = open_trained_model(c);
     const std::unique_ptr<Tokenizer> tokenizer = tokenizer_of_model(c);
-    const Table table(c);
+    const TensorTable table(c);
     require_known_to_pytorch(table);
     const std::vector<TensorView> tensors = tensors_of_model(table, *model.weights);
     TextFiles files = tokenizer_files(*tokenizer, c.seq_len);
@@ -177,7 +175,7 @@ void export_checkpoint(Config c) {
 }
 
 // tokens: rows of the embedding.
-static void require_embedding_of(const std::string& path, int64_t tokens, int64_t vocabulary) {
+inline void require_embedding_of(const std::string& path, int64_t tokens, int64_t vocabulary) {
     if (tokens == vocabulary) return;
     fail(
         "%s: the embedding was resized to %lld tokens, and the vocabulary has %lld: added tokens cannot be imported; "
@@ -186,7 +184,7 @@ static void require_embedding_of(const std::string& path, int64_t tokens, int64_
 }
 
 // The config.json of an export, or of what transformers saved again, in c.
-static void read_hf_config(Config& c, const std::string& folder) {
+inline void read_hf_config(Config& c, const std::string& folder) {
     const std::string path = folder + "/config.json";
     if (!file_exists(path)) fail("--from %s holds no config.json: it is no folder that export wrote", folder.c_str());
     const Json root = parse_json(read_file(path), path);
@@ -213,8 +211,7 @@ inline std::unique_ptr<Tokenizer> vocabulary_of_hf(const Config& c, const std::s
 }
 
 // A checkpoint of step 0 without moments, whose options are those of a new run with this model.
-template <class Table>
-void import_checkpoint(Config c) {
+inline void import_checkpoint(Config c) {
     if (c.from.empty()) fail_usage("import: --from is missing: a folder that export wrote");
     const std::string from = c.from, to = c.out;
     apply_preset(c, {});
@@ -227,7 +224,7 @@ void import_checkpoint(Config c) {
             "max_shard_size=\"1TB\")",
             from.c_str());
     const SafeTensors file(from + "/model.safetensors");
-    const Table table(c);
+    const TensorTable table(c);
     const std::vector<TensorView> tensors = tensors_of_model(table, file);
     require_finite(file);
     require_empty_folder(to, "import");

@@ -1,6 +1,6 @@
 // inspect.h: the verb `inspect`: what a trained model selects in a text. For every layer, group and query the chosen
 // blocks with their importances and the gates of the branches, as one JSON file and as one HTML page, lib/report/html/
-// inspect.html with that JSON in it, which reads nothing from elsewhere. Used by run_verb() in train_nsa.cu.
+// inspect.html with that JSON in it, which reads nothing from elsewhere. Included by train_nsa.cu behind the model.
 #pragma once
 #include <algorithm>
 #include <cstdio>
@@ -17,6 +17,7 @@
 #include "../run/prompts.h"
 #include "../model/shape.h"
 #include "../data/tokenize.h"
+#include "trained_model.h"
 
 EMBED_FILE(inspect_page, "lib/report/html/inspect.html")
 
@@ -86,10 +87,12 @@ class Inspection {
         json += "],\n\"layers\": [";
     }
 
-    // Takes over what a forward pass over all tokens has left of layer i, if it is one of NSA. fold: the engine's eq.
-    // 9, see Cpu::fold_importance.
-    template <class Dev, class Layer, class Fold>
-    void add_layer(Dev& dev, const NsaShape& s, size_t i, const Layer& y, Fold fold) {
+    // Takes over what a forward pass over all tokens has left of layer i, if it is one of NSA.
+    template <class Dev>
+    void add_layer(const Activations<Dev>& a, size_t i) {
+        const NsaShape& s = a.shape;
+        const auto& y = a.layer[i];
+        Dev& dev = a.dev;
         if (s.kind_of_layer(i) != NSA_LAYER) return;
         const size_t rows = s.query_rows(), D = size_t(s.D), words = size_t(s.selection_words());
         std::vector<float> q(rows * D), keys(s.cmp_rows() * D);
@@ -105,7 +108,7 @@ class Inspection {
             std::vector<std::string> blocks(size_t(s.T)), importances(blocks), totals(blocks), gates(blocks);
 #pragma omp parallel for schedule(dynamic, 16)
             for (int t = 0; t < s.T; t++) {
-                const std::vector<float> importance = importance_of_blocks(q, keys, lse, g, t, s, fold);
+                const std::vector<float> importance = importance_of_blocks(q, keys, lse, g, t, s);
                 float total = 0;
                 std::string chosen, values, of_heads;
                 for (int block = 0; block <= t / s.slc_block; block++) {
@@ -174,10 +177,9 @@ class Inspection {
         for (size_t i = 0; i < list.size(); i++) json += (i ? "," : "") + text(list[i]);
     }
     // Paper eq. 8 to 10: the importance of every block that query t may choose, from what the layer chose by.
-    template <class Stat, class Fold>
+    template <class Stat>
     static std::vector<float> importance_of_blocks(const std::vector<float>& q, const std::vector<float>& keys,
-                                                   const std::vector<Stat>& lse, int g, int t, const NsaShape& s,
-                                                   Fold fold) {
+                                                   const std::vector<Stat>& lse, int g, int t, const NsaShape& s) {
         std::vector<float> weight(size_t(s.cmp_blocks(t + 1))), importance(size_t(t / s.slc_block + 1));
         for (size_t i = 0; i < weight.size(); i++)
             for (int head = g * s.heads_per_group(); head < (g + 1) * s.heads_per_group(); head++) {
@@ -187,21 +189,19 @@ class Inspection {
                 for (int x = 0; x < s.D; x++) score += q[row * s.D + x] * key[x];
                 weight[i] += std::exp(score * float(s.scale()) - float(lse[row]));
             }
-        fold(importance.data(), weight.data(), t, s);
+        TiledAttention::fold_importance(importance.data(), weight.data(), t, s);
         return importance;
     }
 };
 
-// The verb. with_model(options, weights, use) calls use(model) with a model of these weights.
-template <class Table, template <class> class Decoder, class WithModel, class Fold>
-void run_inspect(Config c, WithModel with_model, Fold fold) {
-    const TrainedModel trained = open_trained_model<Table>(c);
+inline void run_inspect(Config c, World& world) {
+    const TrainedModel trained = open_trained_model(c);
     Inspection inspection(c, trained.folder, *tokenizer_of_model(c));
     const int64_t T = int64_t(inspection.tokens.size());
-    with_model(c, *trained.weights, [&](auto& model) {  // one pass, as of a prompt
-        Decoder<std::decay_t<decltype(model.dev)>> decoder(model, T, T);
+    with_trained_model(c, *trained.weights, world, [&](auto& model) {  // one pass, as of a prompt
+        Decoder decoder(model, T, T);
         forward(model, decoder.a, inspection.tokens.data(), 0, int(T),
-                [&](size_t i) { inspection.add_layer(model.dev, decoder.a.shape, i, decoder.a.layer[i], fold); });
+                [&](size_t i) { inspection.add_layer(decoder.a, i); });
     });
     inspection.write(c.html, c.json);
 }

@@ -1,0 +1,44 @@
+// eval.h: the verb `eval`. Included by train_nsa.cu behind the model.
+#pragma once
+#include <algorithm>
+#include <memory>
+#include <set>
+#include <string>
+#include <type_traits>
+
+#include "../../tokenizer.h"
+#include "../run/report.h"
+#include "../run/training_data.h"
+#include "trained_model.h"
+
+inline void run_eval(Config c, const std::set<std::string>& given, World& world) {
+    const TrainedModel trained = open_trained_model(c);
+    if (!given.count("batch")) c.batch = 1;
+    const std::unique_ptr<Tokenizer> tokenizer =
+        Tokenizer::find(c.tokenizer, c.vocab_dir, c.vocab_size, c.vocab_digest);
+    const EvaluationData data = open_evaluation_data(c, trained.folder, world, tokenizer.get());
+    const int64_t samples =
+        given.count("eval-batches") ? std::min(data.samples(), c.eval_batches * c.batch) : data.samples();
+    c.batch = std::min(c.batch, std::max<int64_t>(1, (samples + world.size - 1) / world.size));
+    with_trained_model(c, *trained.weights, world, [&](auto& model) {
+        auto& dev = model.dev;
+        using EvalActivations = Activations<std::decay_t<decltype(dev)>>;
+        dev.check_shape(shape_of(c, c.batch, c.seq_len));
+        require_memory_to_evaluate(c, EvalActivations::bytes_needed(dev, c, c.batch, c.seq_len, INFERENCE),
+                                   dev.available_bytes(world.device_sharers));
+        std::string json;
+        for (const auto& set : data.sets) {
+            EvalActivations a(dev, c, c.batch, c.seq_len, INFERENCE);
+            const int64_t wanted = std::min(samples, set.samples());
+            const EvalResult r(evaluate(model, a, *set.loader, wanted, world, tokenizer.get()));
+            if (world.rank == 0) print_evaluation(trained.folder, set.name, r, c, set.samples());
+            json += evaluation_json(trained.folder, set.name.empty() ? c.val_data : set.name, r, c.seq_len);
+        }
+        if (!data.choices.items.empty()) {
+            const ChoiceResult r = data.choices.result(evaluate_choices(model, data.choices, world));
+            if (world.rank == 0) print_choices(trained.folder, data.choices, r);
+            json += choice_items_text(data.choices, r);
+        }
+        if (world.rank == 0 && !c.json.empty()) write_output_file("json", c.json, json);
+    });
+}

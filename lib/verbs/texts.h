@@ -1,0 +1,22 @@
+// texts.h: the verbs `vocabulary` and `tokenize`, which need no model.
+#pragma once
+#include "../data/bpe_trainer.h"
+#include "../data/tokenize.h"
+#include "../run/options.h"
+
+inline TokenizeOptions tokenize_options(const Config& c) {
+    TokenizeOptions o;
+    static_cast<TokenizeConfig&>(o) = c;
+    o.out = c.out;
+    o.seed = uint64_t(c.seed);
+    o.vocab_dir = c.vocab_dir;
+    o.threads = int(c.threads ? c.threads : usable_processors());
+    if (!c.tokenizer.empty()) o.tokenizer = c.tokenizer;
+    return o;
+}
+
+// vocabulary or tokenize.
+inline void run_on_texts(const Config& c, Verb verb) {
+    if (verb == VOCABULARY) train_vocabulary(tokenize_options(c));
+    else tokenize_files(tokenize_options(c));
+}

@@ -1,0 +1,39 @@
+// trained_model.h: the model that --from names, for the verbs that use one. Included by train_nsa.cu behind the model.
+#pragma once
+#include <memory>
+#include <string>
+
+#include "../run/config_files.h"
+#include "model_files.h"
+
+struct TrainedModel {
+    std::string folder;
+    std::unique_ptr<SafeTensors> weights;
+};
+
+// The model that --from names; c gets its options. A run that goes on training removes old checkpoints (--keep): where
+// one goes while it is read here, the newest of then takes its place.
+inline TrainedModel open_trained_model(Config& c) {
+    while (true) {
+        Config trained = c;
+        const std::string folder = chosen_checkpoint(c);
+        try {
+            read_trained_config(trained, folder);
+            TrainedModel model = {folder, open_weights(folder, TensorTable(trained).specs)};
+            c = trained;
+            return model;
+        } catch (const Error&) {
+            if (c.at_step != "last" || folder == c.from || !is_gone(folder)) throw;
+        }
+    }
+}
+
+// Calls use(model) with a model of these options and weights.
+template <class Use>
+void with_trained_model(const Config& c, const SafeTensors& weights, World& world, Use use) {
+    with_engine(choose_device(c, world, search_gpus()), world, [&](auto& dev, const GradientPath&) {
+        Model model(dev, c, false);
+        read_parameters(model, weights);
+        use(model);
+    });
+}
