@@ -559,7 +559,6 @@ struct RunReport {
                    bool has_vocabulary) const {
         const std::string &save_error = saver.last_error, &last_saved = saver.last_saved;
         if (stop == HALTED) remove_halt_file(c.out);
-        if (!saver.lost_folder.empty()) fail("%s; %s", saver.lost_folder.c_str(), saver.describe_last().c_str());
         if (!save_error.empty())
             fail(
                 "the last checkpoint could not be written: %s; what was learnt since %s is lost; mend that and run "

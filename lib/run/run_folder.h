@@ -38,11 +38,12 @@ inline void lock_run_folder(const std::string& folder) {
              folder.c_str());
 }
 
-// Is it still there, the one that was locked, with what the start of the run has left in it?
-inline bool has_run_folder(const std::string& folder) {
+// Fails where it is no longer the one that was locked: a new one of that name would be half a run.
+inline void require_run_folder(const std::string& folder) {
     struct stat locked, named;
-    return file_exists(folder + "/run.json") && fstat(run_folder_lock, &locked) == 0 &&
-           stat(folder.c_str(), &named) == 0 && locked.st_dev == named.st_dev && locked.st_ino == named.st_ino;
+    if (fstat(run_folder_lock, &locked) != 0 || stat(folder.c_str(), &named) != 0 || locked.st_dev != named.st_dev ||
+        locked.st_ino != named.st_ino)
+        fail("--out %s was removed or moved while the run went on", folder.c_str());
 }
 
 // A name beside this one that nothing has yet.

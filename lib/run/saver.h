@@ -57,16 +57,14 @@ class CheckpointSaver {
         std::function<std::string()> state;         // the manifest's JSON
         std::function<Snapshot()> take;             // this rank's files
     };
-    bool remove_old = true;   // what --keep does not ask for
-    std::string last_saved;   // folder of the last good checkpoint; rank 0
-    std::string last_error;   // of save_last(), "" if all is well; rank 0
-    std::string lost_folder;  // what to say where the run's folder is gone and `run` is one beside it; else ""
+    bool remove_old = true;  // what --keep does not ask for
+    std::string last_saved;  // folder of the last good checkpoint; rank 0
+    std::string last_error;  // of save_last(), "" if all is well; rank 0
 
-    CheckpointSaver(const World& w, Options o) : world(w), options(std::move(o)), run(options.run) {}
+    CheckpointSaver(const World& w, Options o) : world(w), options(std::move(o)) {}
 
     // All ranks, after the same step. A checkpoint that fails is reported, and the run goes on with the last good one.
     void save(int64_t step) {
-        if (has_lost_folder()) throw SharedError(lost_folder);
         const std::string error = write(step, complain);
         if (world.rank == 0 && !error.empty())
             complain(format_text("checkpoint of step %lld failed: %s; training goes on, the last good one is %s",
@@ -75,7 +73,6 @@ class CheckpointSaver {
 
     // At the end of a run, which has no other error then. What cannot be removed, the next run in this folder removes.
     void save_last(int64_t step) {
-        has_lost_folder();
         last_error = write(step, [](const std::string&) {});
     }
 
@@ -91,19 +88,6 @@ class CheckpointSaver {
   private:
     const World& world;
     const Options options;
-    std::string run;  // where checkpoints go
-
-    // Has somebody removed or moved the run's folder? A new one of that name would be half a run, so what was learnt
-    // goes beside it, and the run ends.
-    bool has_lost_folder() {
-        const bool lost = world.rank == 0 && lost_folder.empty() && !has_run_folder(run);
-        if (world.sum(lost ? 1.0 : 0.0) == 0) return false;
-        lost_folder = format_text("--out %s was removed or moved while the run went on", run.c_str());
-        const std::string beside = unused_name_beside(run);
-        run = world.size > 1 ? world.gather(beside)[0] : beside;
-        last_saved.clear();
-        return true;
-    }
 
     // Returns what went wrong, "" if nothing did. abandoned: takes what cannot be removed after that.
     std::string write(int64_t step, const Complain& abandoned) {
@@ -112,17 +96,17 @@ class CheckpointSaver {
         options.progress("checkpoint");
         std::string failure;
         try {
-            fail_together(world, world.rank == 0 ? error_of([&] { begin_checkpoint(run, step); }) : "");
+            fail_together(world, world.rank == 0 ? error_of([&] { begin(step); }) : "");
             // the other ranks have waited until the folder exists
             const Snapshot snapshot = options.take();
-            const std::string folder = checkpoint_writing(run, step);
+            const std::string folder = checkpoint_writing(options.run, step);
             std::vector<FileRecord> mine;
             const std::string error =
                 error_of([&] { mine = write_snapshot(snapshot, folder, world.rank, world.size); });
             const std::vector<FileRecord> all = gather_records(world, mine, error);
             if (world.rank == 0) commit(step, all);
         } catch (const Error& e) {
-            if (world.rank == 0) abandon_checkpoint(run, step, abandoned);
+            if (world.rank == 0) abandon_checkpoint(options.run, step, abandoned);
             failure = e.what();
         }
         world.barrier();  // the others wait for rank 0's disk here, where the watchdog knows why
@@ -130,13 +114,18 @@ class CheckpointSaver {
         return failure;
     }
 
+    // Rank 0, before a rank writes.
+    void begin(int64_t step) const {
+        require_run_folder(options.run);
+        begin_checkpoint(options.run, step);
+    }
     // Rank 0, when all files of all ranks are there.
     void commit(int64_t step, const std::vector<FileRecord>& records) {
         const std::string error = error_of(options.before_commit);
         if (!error.empty()) complain(error);
-        commit_checkpoint(run, step, records, options.state());
-        if (remove_old) remove_old_checkpoints(run, options.keep, options.keep_every, complain);
-        last_saved = checkpoint_folder(run, step);
+        commit_checkpoint(options.run, step, records, options.state());
+        if (remove_old) remove_old_checkpoints(options.run, options.keep, options.keep_every, complain);
+        last_saved = checkpoint_folder(options.run, step);
         std::printf("saved %s\n", printable(last_saved).c_str());
     }
 };
