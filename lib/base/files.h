@@ -46,24 +46,11 @@ inline FileIdentity file_identity(const std::string& path) {
     return {s.st_dev, s.st_ino};
 }
 
-// A file that exists but cannot be read, because of permissions, a limit of the machine or the network. Its content may
-// be perfectly good.
-struct Unreadable : Error {
-    explicit Unreadable(const std::string& text) : Error(1, text) {}
-};
-
-// A missing file or a failing disk loses the content, so it is a plain Error; anything else is Unreadable.
-[[noreturn]] inline void fail_to_read(const std::string& path, int error) {
-    const std::string text = format_text("cannot open %s: %s", path.c_str(), std::strerror(error));
-    if (error == ENOENT || error == ENOTDIR || error == ELOOP || error == EIO) fail("%s", text.c_str());
-    throw Unreadable(text);
-}
-
 // An open file of which pieces are read.
 class FileReader {
   public:
     explicit FileReader(const std::string& file) : path(file), fd(::open(file.c_str(), O_RDONLY | O_CLOEXEC)) {
-        if (fd < 0) fail_to_read(path, errno);
+        if (fd < 0) fail("cannot open %s: %s", path.c_str(), std::strerror(errno));
     }
     FileReader(const FileReader&) = delete;
     FileReader& operator=(const FileReader&) = delete;
@@ -94,7 +81,7 @@ class FileReader {
 inline std::string read_file(const std::string& path) {
     std::string bytes(file_size(path, true), '\0');
     std::ifstream in(path, std::ios::binary);
-    if (!in) fail_to_read(path, errno);
+    if (!in) fail("cannot open %s: %s", path.c_str(), std::strerror(errno));
     if (!in.read(&bytes[0], std::streamsize(bytes.size())))
         fail("cannot read %zu bytes of %s: %s", bytes.size(), path.c_str(), std::strerror(errno));
     return bytes;

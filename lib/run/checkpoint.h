@@ -137,8 +137,7 @@ inline Manifest parse_manifest(const std::string& text, const std::string& path)
 
 inline Manifest read_manifest(const std::string& folder) {
     const std::string path = folder + "/manifest.json";
-    if (::access(path.c_str(), R_OK) != 0)
-        errno == ENOENT ? fail("%s is missing", path.c_str()) : fail_to_read(path, errno);
+    if (is_gone(path)) fail("%s is missing", path.c_str());
     return parse_manifest(read_file(path), path);
 }
 
@@ -208,16 +207,17 @@ inline void verify_file(const std::string& folder, const FileRecord& expected) {
     const std::string path = folder + "/" + expected.name;
     struct stat s;
     if (stat(path.c_str(), &s) != 0)
-        errno == ENOENT ? fail("%s: %s, the manifest expects %llu bytes", path.c_str(),
-                               is_gone(path) ? "the file is missing" : "the link leads to no file",
-                               (unsigned long long)expected.size)
-                        : fail_to_read(path, errno);
+        fail("%s: %s, the manifest expects %llu bytes", path.c_str(),
+             errno != ENOENT ? std::strerror(errno)
+             : is_gone(path) ? "the file is missing"
+                             : "the link leads to no file",
+             (unsigned long long)expected.size);
     if (!S_ISREG(s.st_mode)) fail("%s is no regular file", path.c_str());
     if (uint64_t(s.st_size) != expected.size)
         fail("%s has %llu bytes, the manifest says %llu", path.c_str(), (unsigned long long)s.st_size,
              (unsigned long long)expected.size);
     const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-    if (fd < 0) fail_to_read(path, errno);
+    if (fd < 0) fail("cannot open %s: %s", path.c_str(), std::strerror(errno));
     const auto close_file = [](const int* open_fd) { ::close(*open_fd); };
     const std::unique_ptr<const int, decltype(close_file)> closes(&fd, close_file);
     std::vector<char> piece(1 << 20);
@@ -226,7 +226,7 @@ inline void verify_file(const std::string& folder, const FileRecord& expected) {
     while (size <= expected.size) {  // one read beyond the end, so that a file that grows is noticed
         const ssize_t n = ::read(fd, piece.data(), piece.size());
         if (n < 0 && errno == EINTR) continue;
-        if (n < 0) fail_to_read(path, errno);
+        if (n < 0) fail("cannot read %s: %s", path.c_str(), std::strerror(errno));
         if (n == 0) break;
         crc = crc32c(crc, piece.data(), size_t(n));
         size += uint64_t(n);
@@ -264,8 +264,8 @@ inline void verify_model(const std::string& folder, const Complain& complain) {
     complain(folder + " has no manifest.json, so nothing tells whether its files are whole");
 }
 
-// The folder of the newest checkpoint that is as its manifest says; one complaint for each newer
-// one, whose name and fault it tells. "" if there is none. Throws at one that cannot be read.
+// The folder of the newest checkpoint that is as its manifest says; one complaint for each newer one, whose name and
+// fault it tells. "" if there is none.
 inline std::string newest_intact_checkpoint(const std::string& run, const Complain& complain,
                                             Wanted wanted = Wanted::ALL) {
     const std::vector<int64_t> steps = checkpoint_steps(run);
@@ -275,8 +275,6 @@ inline std::string newest_intact_checkpoint(const std::string& run, const Compla
             if (wanted == Wanted::MODEL) verify_model(folder, complain);
             else verify_checkpoint(folder);
             return folder;
-        } catch (const Unreadable& e) {  // it may well be whole: from the one before a run would write over it
-            fail("%s; make it readable, or move %s away to take the checkpoint before it", e.what(), folder.c_str());
         } catch (const Error& e) {
             // A run that goes on has removed it meanwhile (--keep), so there is a newer one.
             if (is_gone(folder)) return newest_intact_checkpoint(run, complain, wanted);
@@ -307,8 +305,6 @@ inline int64_t best_step(const std::string& run, const Complain& complain) {
                 best = step;
                 least = loss;
             }
-        } catch (const Unreadable&) {  // it may well be the best
-            throw;
         } catch (const Error& e) {
             complain(format_text("%s; its checkpoint is not looked at", e.what()));
         }

@@ -245,44 +245,6 @@ TEST(manifest_refuses_hostile_contents) {  // with a right checksum: made by han
     CHECK_FAILS(1, "m: byte 0", parse_manifest("", "m"));
 }
 
-// What cannot be opened is not called damaged: its files may be whole, and a run that took the one before would write
-// over them.
-TEST(checkpoint_that_cannot_be_opened_is_not_damaged) {
-    const TempFolder folder;
-    const std::string run = folder.file("run");
-    for (const int64_t step : {1, 2}) {
-        const std::string writing = begin_checkpoint(run, step);
-        commit_checkpoint(run, step, {write_text_file(writing + "/a", "text")}, "{}");
-    }
-    const auto complain = [](const std::string& text) { check_failed(__FILE__, __LINE__, "%s", text.c_str()); };
-    CHECK_EQUAL(newest_intact_checkpoint(run, complain), checkpoint_folder(run, 2));
-    const std::string newest = checkpoint_folder(run, 2);
-    rlimit before;
-    getrlimit(RLIMIT_NOFILE, &before);
-    const rlimit none = {0, before.rlim_max};
-    std::exception_ptr
-        thrown[2];  // looked at later: UBSan, which checks what e.what() is called on, needs a file for that
-    setrlimit(RLIMIT_NOFILE, &none);  // EMFILE
-    for (int i = 0; i < 2; i++) try {
-            if (i) verify_file(newest, {"a", 4, 0});
-            else read_manifest(newest);
-        } catch (...) {
-            thrown[i] = std::current_exception();
-        }
-    setrlimit(RLIMIT_NOFILE, &before);
-    for (int i = 0; i < 2; i++) try {
-            if (thrown[i]) std::rethrow_exception(thrown[i]);
-            check_failed(__FILE__, __LINE__, "no error");
-        } catch (const Unreadable& e) {
-            CHECK_EQUAL(std::string(e.what()),
-                        "cannot open " + newest + (i ? "/a" : "/manifest.json") + ": Too many open files");
-        }
-    if (geteuid() == 0) return skip("checkpoint_that_cannot_be_opened_is_not_damaged, of a run: root opens everything");
-    chmod((newest + "/a").c_str(), 0);
-    CHECK_FAILS(1, ("Permission denied; make it readable, or move " + newest + " away").c_str(),
-                newest_intact_checkpoint(run, complain));
-}
-
 TEST(checkpoint_files_damaged_in_every_way) {
     using namespace checkpoint_test;
     TempFolder folder;
