@@ -2,6 +2,7 @@
 // Everything that touches the disk uses it.
 #pragma once
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <filesystem>
 #include <fstream>
@@ -190,32 +191,28 @@ inline std::string glob_literal(const std::string& path) {
 // Durable writing: a file that is reported written is on the disk, with a checksum by which a later reader knows it.
 
 // CRC-32C (Castagnoli: polynomial 0x1EDC6F41, reflected). Continues from `crc`, the checksum of the bytes before; start
-// with 0. One table, a byte at a time, would be a quarter as fast and the slowest part of a checkpoint; so there are
-// eight, one for each byte of a word.
+// with 0. A byte at a time by one table would be the slowest part of a checkpoint, so there is a table for each byte of
+// a word.
 inline uint32_t crc32c(uint32_t crc, const void* data, size_t bytes) {
-    struct Tables {
-        uint32_t of[8][256];  // of[k][b]: byte b with k zero bytes behind it
-        Tables() {
+    static const auto of = [] {  // of[k][b]: byte b with k zero bytes behind it
+        std::array<std::array<uint32_t, 256>, 8> tables;
+        for (int k = 0; k < 8; k++)
             for (uint32_t b = 0; b < 256; b++) {
                 uint32_t r = b;
-                for (int bit = 0; bit < 8; bit++) r = r >> 1 ^ (r & 1 ? 0x82F63B78u : 0);
-                of[0][b] = r;
+                for (int bit = 0; bit < 8 * (k + 1); bit++) r = r >> 1 ^ (r & 1 ? 0x82F63B78u : 0);
+                tables[size_t(k)][b] = r;
             }
-            for (int k = 1; k < 8; k++)
-                for (uint32_t b = 0; b < 256; b++) of[k][b] = of[k - 1][b] >> 8 ^ of[0][of[k - 1][b] & 255];
-        }
-    };
-    static const Tables table;
+        return tables;
+    }();
     const unsigned char* p = static_cast<const unsigned char*>(data);
-    crc = ~crc;
-    for (; bytes >= 8; p += 8, bytes -= 8) {
+    for (crc = ~crc; bytes >= 8; p += 8, bytes -= 8) {
         uint64_t word;
         std::memcpy(&word, p, 8);
         word ^= crc;
         crc = 0;
-        for (int k = 0; k < 8; k++) crc ^= table.of[7 - k][word >> 8 * k & 255];
+        for (size_t k = 0; k < 8; k++) crc ^= of[7 - k][word >> 8 * k & 255];
     }
-    for (; bytes > 0; p++, bytes--) crc = crc >> 8 ^ table.of[0][(crc ^ *p) & 255];
+    for (; bytes > 0; p++, bytes--) crc = crc >> 8 ^ of[0][(crc ^ *p) & 255];
     return ~crc;
 }
 
