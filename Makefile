@@ -70,14 +70,14 @@ $(BUILD)/config.mk: $(BUILD)/settings lib/run/config.sh $(if $(MAKE_RESTARTS),,$
 	@bash lib/run/config.sh > $@.new && mv $@.new $@
 include $(BUILD)/config.mk
 
-# -rdynamic: the watchdog's stack has names. -fno-math-errno and -fno-trapping-math: loops with sqrt and comparisons
-# become vectors, and results do not change. Never -ffast-math.
+# -fno-math-errno and -fno-trapping-math: loops with sqrt and comparisons become vectors, and results do not change.
+# Never -ffast-math.
 LEVEL := $(if $(SAN),-O1,-O3)
 FLAGS := -std=c++17 -DBUILD_FOLDER=$(BUILD) -fno-math-errno -fno-trapping-math -pthread -Wall -Wextra \
   $(if $(WERROR),-Werror) $(MARCH:%=-march=%) $(ACCEPTED) $(or $(OMP_FLAGS),-Wno-unknown-pragmas) \
   $(if $(filter-out cuda hip,$(GPU)),-DENGINE=$(GPU) -Idev/ports/$(GPU)) \
   $(if $(HAVE_MPI),-DUSE_MPI -DOMPI_SKIP_MPICXX -DMPICH_SKIP_MPICXX $(MPI_FLAGS))
-LIBS := -rdynamic $(MPI_LIBS) $(OMP_LIBS)
+LIBS := $(MPI_LIBS) $(OMP_LIBS)
 ifdef SAN
   # GCC takes what they add for uninitialized.
   SAN_FLAGS := $(addprefix -fsanitize=,$(subst $(comma),$(space),$(SAN))) -fno-sanitize-recover=all

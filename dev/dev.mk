@@ -54,7 +54,7 @@ $(EMULATOR_CHECK_PROGRAMS): $(BUILD)/%_check: dev/test/emulator/%.cpp $(BUILD)/c
 	$(call quiet,LINK)$(CXX) $@.o -fsanitize=undefined -pthread -o $@
 # The whole program on up to four emulated GPUs, one for each rank.
 $(BUILD)/train_nsa_emulated: train_nsa.cu lib/report/hf/*.py lib/report/html/* $(BUILD)/command
-	$(call quiet,CXX )$(EMULATOR) -O2 -rdynamic -DEMULATED_GPUS=4 -DUSE_MPI -DOMPI_SKIP_MPICXX -DMPICH_SKIP_MPICXX \
+	$(call quiet,CXX )$(EMULATOR) -O2 -DEMULATED_GPUS=4 -DUSE_MPI -DOMPI_SKIP_MPICXX -DMPICH_SKIP_MPICXX \
 	    $(MPI_FLAGS) $(SAN_FLAGS) $(DEPENDS) -x c++ $< -x none -o $@ $(MPI_LIBS)
 
 # ---- The tour's numbers, and its figures from them; see dev/tour/figures.py.

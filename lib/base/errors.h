@@ -6,12 +6,14 @@
 #include <exception>
 #include <string>
 
+#if __has_include(<execinfo.h>)  // not musl
+#include <execinfo.h>
+#endif
 #include <fcntl.h>
 #include <unistd.h>
 
 #include "memory.h"
 #include "signals.h"
-#include "stack_trace.h"
 #include "system.h"
 #include "util.h"
 
@@ -62,7 +64,9 @@ inline void prepare_for_errors() {
     open_closed_streams();
     block_stop_signals();
     std::set_terminate(end_uncaught);
+#if __has_include(<execinfo.h>)
     void* frame;
     backtrace(&frame, 1);  // loads libgcc_s, without which a thread cannot end, while there is memory for it
+#endif
     if (memory_is_limited()) share_one_heap();
 }

@@ -42,7 +42,7 @@ ifeq ($(GPU),hip)
   HAVE_HIP := $(shell command -v hipcc)
   $(if $(HAVE_HIP),,$(error GPU=hip needs hipcc, which is not here: apt-get install hipcc, or leave GPU=hip out))
   $(if $(filter FP32,$(PRECISION)),,$(error GPU=hip with PRECISION=$(PRECISION): AMD's GPUs have FP32 only))
-  LINK := hipcc --offload-arch=$(GPU_ARCH) -pthread -rdynamic $(LDFLAGS)
+  LINK := hipcc --offload-arch=$(GPU_ARCH) -pthread $(LDFLAGS)
   COMPILE := hipcc --offload-arch=$(GPU_ARCH) -pthread -x hip -std=c++17 -O2 -Wall -Wno-unknown-pragmas \
     -Wno-unused-result -Wno-deprecated-declarations $(if $(WERROR),-Werror) $(MARCH:%=-march=%) \
     $(filter -D% -I%,$(FLAGS)) -DUSE_CUDA -DPRECISION_FP32 -DNO_CUBLAS $(CPPFLAGS) $(CXXFLAGS)

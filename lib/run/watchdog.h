@@ -1,9 +1,9 @@
 // watchdog.h: a run ends loudly instead of hanging. One thread per process watches the main thread. Where that makes no
 // progress for --stall-timeout seconds in work of its own, the thread prints one line that says which rank, where and
-// in what, with the main thread's stack, and ends the process; the launcher ends the others. A rank that waits for
-// others gives up ten seconds later, so that the guilty one speaks first, and names those that have not come as far by
-// their heartbeats. A slow step that makes progress, a slow network that still delivers and a rank that waits for a
-// slow one are no stalls. While a checkpoint is written, all ranks have ten times the limit: fsync may take minutes.
+// in what, and ends the process; the launcher ends the others. A rank that waits for others gives up ten seconds later,
+// so that the guilty one speaks first, and names those that have not come as far by their heartbeats. A slow step that
+// makes progress, a slow network that still delivers and a rank that waits for a slow one are no stalls. While a
+// checkpoint is written, all ranks have ten times the limit: fsync may take minutes.
 #pragma once
 #include <atomic>
 #include <condition_variable>
@@ -21,7 +21,6 @@
 
 #include "../base/files.h"
 #include "heartbeat.h"
-#include "../base/stack_trace.h"
 #include "../base/util.h"
 
 class Watchdog {
@@ -34,7 +33,6 @@ class Watchdog {
     std::mutex mutex;
     std::condition_variable woken;
     bool ends = false;
-    MainThreadStack stack;
     std::unique_ptr<Heartbeat> heartbeat;  // changed under the mutex
 
     // The main thread writes these, the watchdog's reads them.
@@ -49,17 +47,17 @@ class Watchdog {
     }
 
     // The end must not hang either: on a stderr that takes nothing, on a lock that the main thread holds, on a disk.
-    [[noreturn]] void report_and_end(const std::string& line, bool with_stack) {
+    [[noreturn]] void report_and_end(const std::string& error, bool is_stall) {
         std::signal(SIGALRM, [](int) { _exit(1); });
         alarm(10);
-        const std::string text = "train_nsa: error: " + line + "\n" + (with_stack ? stack.text() : "");
+        const std::string line = "train_nsa: error: " + error + "\n";
         if (ftrylockfile(stdout) == 0) {
             output().settle();
             funlockfile(stdout);
         }
         // Not through stdio, whose lock the main thread may hold. Without a stderr the status must do.
-        if (takes_output(STDERR_FILENO)) (void)!write(STDERR_FILENO, text.data(), text.size());
-        if (heartbeat && with_stack) heartbeat->stalls(step, text);
+        if (takes_output(STDERR_FILENO)) (void)!write(STDERR_FILENO, line.data(), line.size());
+        if (heartbeat && is_stall) heartbeat->stalls(step, line);
         if (ranks > 1) usleep(200000);  // a launcher forwards what was printed, but not after a rank's bad end
         std::_Exit(1);
     }
@@ -74,8 +72,7 @@ class Watchdog {
         std::string where = at < 0 ? "before the first step" : format_text("at step %lld in '%s'", at, p);
         where += format_text(" (--stall-timeout %g)", limit);
         if (!waiting)
-            report_and_end(format_text("%s has made no progress for %.1f s %s; the stack of its main thread:",
-                                       name.c_str(), idle, where.c_str()),
+            report_and_end(format_text("%s has made no progress for %.1f s %s", name.c_str(), idle, where.c_str()),
                            true);
         const std::string behind = heartbeat ? heartbeat->ranks_behind(ranks, step) : "";
         const std::string why = behind.empty() ? "they do not do the same, are stopped, or the network lost something"
@@ -118,7 +115,6 @@ class Watchdog {
         limit = seconds;
         ranks = number_of_ranks;
         if (limit <= 0 && ranks == 1) return;
-        stack.prepare();
         thread = start_or_fail("for the watchdog", [this] { return std::thread([this] { watch(); }); });
     }
     void stop() {
