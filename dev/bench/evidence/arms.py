@@ -1,23 +1,12 @@
-#!/usr/bin/env python3
-"""The arms of a comparison: their options, their widths for equal parameters, and what they cost.
-
-    arms.py [--setting small.json] [--program ./train_nsa] [ARM...]      prints them
+"""arms.py: the arms of a comparison: their options, their widths for equal parameters, and what they cost.
 
 An arm is a name of ARMS and options of the trainer behind it: nsa, full+optimizer=muon, window+smear. The setting has
 the model of NSA. An arm with fewer parameters gets a wider MLP, and the window alone reads as many keys for a query,
 on average over a sequence, as NSA in its three branches together; alternating, where every fourth layer has full
 attention and the others a window, on average over its layers too; interleaved has windows, as NSA's, and NSA in turn.
-The program's own tensors say what a model has.
 """
-import argparse
-import json
-import os
-import struct
-import subprocess
 import sys
-import tempfile
 
-HERE = os.path.dirname(os.path.abspath(__file__))
 ARMS = {
     "nsa": {},
     "full": {"attention": "full"},
@@ -31,15 +20,7 @@ ARMS = {
 OF_NSA = ["cmp-block", "cmp-stride", "slc-block", "slc-count", "phi-hidden"]
 REFERENCE = "nsa"
 TOLERANCE = 0.02
-GPT2_TOKENS = 50257
-# Tensors of a branch, which nothing reads where the branch is left out. Compression chooses the blocks of the selected
-# branch, so its keys stay with that.
-OF_BRANCH = {
-    "cmp": ["v_cmp_proj", "phi_v"],
-    "slc": ["k_slc_proj", "v_slc_proj"],
-    "win": ["k_win_proj", "v_win_proj"],
-}
-TO_CHOOSE = ["k_cmp_proj", "phi_k"]
+VOCABULARY = {"bytes": 256, "gpt2": 50257}
 
 
 def command_line(options):
@@ -56,16 +37,16 @@ def kinds_of(options):
 
 
 def branches_of(options):
-    """Those of its layers of NSA, or the window's where it has none."""
-    if "nsa" not in kinds_of(options):
-        return ["win"]
-    chosen = options.get("branches", "all")
-    return ["cmp", "slc", "win"] if chosen == "all" else chosen.split(",")
+    """Those of its layers of NSA."""
+    return options.get("branches", "cmp,slc,win").split(",")
 
 
-def pairs(branch, options, tokens):
+def numbers_of(options):
+    return {name: int(value) for name, value in options.items() if str(value).isdigit()}
+
+
+def pairs(branch, o, tokens):
     """Keys that the queries of one sequence read in a branch of NSA, as lib/model/shape.h counts."""
-    o = {name: int(value) for name, value in options.items() if str(value).isdigit()}
     if branch == "win":
         return sum(min(t + 1, o["window"]) for t in range(tokens))
     if branch == "cmp":
@@ -78,7 +59,7 @@ def pairs_of_layer(kind, options, tokens):
     if kind == "full":
         return tokens * (tokens + 1) / 2
     branches = branches_of(options) if kind == "nsa" else ["win"]
-    return sum(pairs(branch, options, tokens) for branch in branches)
+    return sum(pairs(branch, numbers_of(options), tokens) for branch in branches)
 
 
 def keys_per_query(options):
@@ -114,95 +95,59 @@ def options_of(arm, model):
     return options
 
 
-def tensors_of(program, options):
-    """The program's own tensors, name -> shape, of a model that it trained for a step on short sequences."""
-    with tempfile.TemporaryDirectory() as folder:
-        tokens = str(2 * max(int(options.get("slc-block", 1)), int(options.get("cmp-block", 1))))
-        words = command_line({**options, "seq-len": tokens, "batch": 1, "total-batch": tokens, "steps": 1,
-                              "tokenizer": "bytes", "sample-tokens": 0, "device": "cpu", "out": folder + "/run"})
-        done = subprocess.run([program] + words, capture_output=True)
-        if done.returncode:
-            sys.exit(done.stderr.decode())
-        with open(f"{folder}/run/step_00000001/model.safetensors", "rb") as file:
-            header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
-    shapes = {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
-    if options["tokenizer"] == "gpt2":
-        shapes["embed_tokens.weight"][0] = GPT2_TOKENS  # the step above had bytes: the built-in corpus is of bytes
-    return shapes
+def matrices_of(options):
+    """(size, rows that it multiplies in one sequence) of each. A branch that is left out keeps its tensors in the file,
+    but they do nothing; compression chooses the blocks of the selected branch, so its keys stay with that."""
+    o = numbers_of(options)
+    C, D, tokens = o["dim"], o["head-dim"], o["seq-len"]
+    of_heads, of_groups = o["heads"] * D * C, o["kv-groups"] * D * C
+    found = [(VOCABULARY[options["tokenizer"]] * C, tokens)]
+    for kind in kinds_of(options):
+        found += [(of_heads, tokens)] * 2 + [(o["mlp-hidden"] * C, tokens)] * 2
+        branches = branches_of(options) if kind == "nsa" else ["win"]
+        compressed = ("cmp" in branches or "slc" in branches) + ("cmp" in branches)  # keys, values
+        found += [(of_groups, tokens)] * (compressed + 2 * ("slc" in branches) + 2 * ("win" in branches))
+        if kind == "nsa":
+            rows = o["kv-groups"] * max(0, (tokens - o["cmp-block"]) // o["cmp-stride"] + 1)
+            found += [(3 * o["heads"] * C, tokens)]
+            found += [(o["phi-hidden"] * o["cmp-block"] * D, rows), (o["phi-hidden"] * D, rows)] * compressed
+    return found
 
 
-def is_used(tensor, branches):
-    left_out = [part for branch in OF_BRANCH if branch not in branches for part in OF_BRANCH[branch]]
-    if "cmp" not in branches and "slc" not in branches:
-        left_out += TO_CHOOSE
-    return not any(part in tensor for part in left_out)
+def parameters_of(options):
+    """Those that the arm uses."""
+    o, branches = numbers_of(options), branches_of(options)
+    compressed = ("cmp" in branches or "slc" in branches) + ("cmp" in branches)
+    found = sum(size for size, _ in matrices_of(options)) + o["dim"] + 2 * o["dim"] * ("smear" in options)
+    for kind in kinds_of(options):
+        found += 2 * o["dim"] + (4 if kind == "nsa" else 2) * o["head-dim"] * (options.get("qk-norm", "off") != "off")
+        found += o["phi-hidden"] * compressed if kind == "nsa" else 0
+    return found + (matrices_of(options)[0][0] if options.get("head") == "untied" else 0)
 
 
-def size_of(shape):
-    size = 1
-    for n in shape:
-        size *= n
-    return size
-
-
-def parameters(tensors, options):
-    """Those that the arm uses: a branch that is left out keeps its tensors in the file, but they do nothing."""
-    return sum(size_of(shape) for name, shape in tensors.items() if is_used(name, branches_of(options)))
-
-
-def blocks_of(options):
-    return max(0, (int(options["seq-len"]) - int(options["cmp-block"])) // int(options["cmp-stride"]) + 1)
-
-
-def flops_per_token(tensors, options):
+def flops_per_token(options):
     """As lib/model/flops.h counts them, without the branches that are left out."""
-    tokens = int(options["seq-len"])
-    flops, D = 0, int(options["head-dim"])
-    for name, shape in tensors.items():
-        if len(shape) == 2 and is_used(name, branches_of(options)):
-            rows = blocks_of(options) * int(options["kv-groups"]) if ".phi_" in name else tokens
-            flops += 6 * size_of(shape) * rows
-    keys = keys_per_query(options) * int(options["layers"])
-    return flops / tokens + 12 * D * int(options["heads"]) * keys
+    o = numbers_of(options)
+    flops = sum(6 * size * rows for size, rows in matrices_of(options)) / o["seq-len"]
+    return flops + 12 * o["head-dim"] * o["heads"] * o["layers"] * keys_per_query(options)
 
 
 class Arm:
-    """An arm with the MLP's width that gives it as many parameters as the arm `like` has."""
+    """An arm with the MLP's width that gives it as many parameters as NSA has."""
 
-    def __init__(self, name, model, program, like=None):
+    def __init__(self, name, setting):
+        model = setting["model"]
         self.options = options_of(name, model)
-        tensors = tensors_of(program, self.options)
-        if like:
-            missing = like.parameters - parameters(tensors, self.options)
+        if setting.get("equal_parameters", True):
+            wanted = parameters_of(model)
             of_one_column = 2 * int(self.options["dim"]) * int(self.options["layers"])
+            missing = wanted - parameters_of(self.options)
             self.options["mlp-hidden"] = int(self.options["mlp-hidden"]) + round(missing / of_one_column / 8) * 8
-            tensors = tensors_of(program, self.options)
-            if abs(parameters(tensors, self.options) / like.parameters - 1) > TOLERANCE:
-                sys.exit(f"arms.py: {name} has {parameters(tensors, self.options)} parameters, {REFERENCE} "
-                         f"{like.parameters}")
-        self.parameters = parameters(tensors, self.options)
-        self.flops = flops_per_token(tensors, self.options)
+            if abs(parameters_of(self.options) / wanted - 1) > TOLERANCE:
+                sys.exit(f"arms.py: {name} has {parameters_of(self.options)} parameters, {REFERENCE} {wanted}")
+        self.parameters, self.flops = parameters_of(self.options), flops_per_token(self.options)
         self.keys = keys_per_query(self.options)
 
 
-def read_setting(path):
-    with open(path) as file:
-        return json.load(file)
-
-
-def main():
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("arms", nargs="*", default=list(ARMS))
-    arguments.add_argument("--setting", default=f"{HERE}/small.json")
-    arguments.add_argument("--program", default="./train_nsa")
-    a = arguments.parse_args()
-    model = read_setting(a.setting)["model"]
-    reference = Arm(REFERENCE, model, a.program)
-    for name in a.arms:
-        arm = Arm(name, model, a.program, reference)
-        print(f"{name}: {arm.parameters} parameters, MLP {arm.options['mlp-hidden']}, window "
-              f"{arm.options.get('window', '-')}, {arm.keys:.0f} keys a query, {arm.flops / 1e6:.1f} MFLOPs a token")
-
-
 if __name__ == "__main__":
-    main()
+    print(__doc__)

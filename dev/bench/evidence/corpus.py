@@ -9,7 +9,7 @@ directory (fs/ext4, net/ipv4): training and held-out files never share one. The 
 of their paths, so the first N bytes are a fair sample of the whole.
 
     train/c_train_000001.bin ...   2^18 + 1 tokens each, so that each holds 256 samples of 1024
-    heldout/c_T_val_000000.bin     T = 1024, 4096, ...: one document of T tokens from the middle of each held-out file
+    heldout/c_T_000_val_000000.bin ...   T = 1024, 4096, ...: T tokens from the middle of each held-out file, one a shard
 
 A text is one document: train/text_train_000001.bin and heldout/text_val_000000.bin.
 """
@@ -108,11 +108,11 @@ def split_sources(cache, program):
     tokenize(program, f"{cache}/train.jsonl", f"{cache}/train/c",
              ["--val-fraction", "0", "--shard-tokens", str(SHARD + 1)])
     for tokens, count in LENGTHS.items():
-        # One more document, so that the last sample has a last target.
-        documents = slices(held_out, tokens, count) + [("end", " ")]
-        write_documents(f"{cache}/heldout_{tokens}.jsonl", documents)
-        tokenize(program, f"{cache}/heldout_{tokens}.jsonl", f"{cache}/heldout/c_{tokens}",
-                 ["--val-fraction", "1"])
+        for number, document in enumerate(slices(held_out, tokens, count)):
+            # One more document, so that the sample has a last target.
+            write_documents(f"{cache}/heldout.jsonl", [document, ("end", " ")])
+            tokenize(program, f"{cache}/heldout.jsonl", f"{cache}/heldout/c_{tokens}_{number:03d}",
+                     ["--val-fraction", "1"])
     return {
         "package": f"{PACKAGE}={VERSION}",
         "train_files": len(train),

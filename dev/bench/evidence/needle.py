@@ -7,17 +7,16 @@
 
 A document is filler with facts in it, "QT." and "TL.", and questions, "?QT", "??QL": the number of question marks is
 the number of hops. A name stands right behind the one that it is asked by, so that with --smear looking up is all that
-there is to learn. `make` writes shards for run.py (--setting needle.json --plan needle.txt): samples of 1024 bytes
+there is to learn. `make` writes shards for run.py (--setting needle): samples of 1024 bytes
 which are one document, or two, four or eight shorter ones, with chains of one to three hops; a question stands
 anywhere behind its facts. And items for the test: one question at the end, its facts in one eighth of the text, three
 other chains of as many hops anywhere, and four answers to choose from, so that 25 % is guessing. Two and three hops
-are asked up to the trained length. `test` writes RUN_LENGTH.json for each run in FOLDER and length, where none is; RUN
-may be an arm with its rate, as in a run's name up to _seed, and then is all its seeds. `show` adds up the seeds: %
-answered by length and eighth, as a heat map too, and by hops.
+are asked up to the trained length. `test` appends a line to the answers' runs.jsonl for each run in FOLDER and length,
+where none is; RUN may be an arm with its rate, as in a run's name up to _seed, and then is all its seeds. `show` adds
+up the seeds: % answered by length and eighth, as a heat map too, and by hops.
 """
 import argparse
 import array
-import glob
 import json
 import os
 import random
@@ -26,7 +25,7 @@ import sys
 import tempfile
 
 from corpus import tokenize, write_documents
-from run import HERE, folders_of
+from run import HERE, Results, folders_of
 from table import titles_of
 
 HOPS = 3
@@ -167,16 +166,15 @@ def test(a):
     lengths = sorted(int(name[6:-4]) for name in os.listdir(a.cache) if name.endswith(".bin"))
     if not lengths:
         sys.exit(f"needle.py: {a.cache} has no items_*.jsonl: run needle.py make {a.cache}")
-    os.makedirs(a.answers, exist_ok=True)
+    answers = Results(a.answers)
     folders = [folder for run in a.runs for folder in folders_of(run, a.work)]
     for length, folder in [(length, folder) for length in lengths for folder in folders]:
         name = os.path.basename(folder)
-        path = f"{a.answers}/{name}_{length}.json"
-        if os.path.exists(path):
+        if f"{name}_{length}" in answers.all():
             continue
         cells = count_answers(a, folder, f"{a.cache}/items_{length}", length)
-        with open(path, "w") as file:
-            file.write(json.dumps({"run": name, "cells": [[*key, *cell] for key, cell in cells.items()]}) + "\n")
+        answers.add({"name": f"{name}_{length}", "run": name,
+                     "cells": [[*key, *cell] for key, cell in cells.items()]})
         print(f"{name}, {length} bytes: {percent(cells.items())} % answered", flush=True)
 
 
@@ -190,12 +188,10 @@ def percent(cells):
 def load(answers, arm):
     """(the cells of each run, those of all together)."""
     of_run = {}
-    for path in sorted(glob.glob(f"{glob.escape(f'{answers}/{arm}')}*.json")):
-        with open(path) as file:
-            found = json.load(file)
+    for found in Results(answers).beginning(arm):
         of_run.setdefault(found["run"], {}).update({tuple(cell[:3]): cell[3:] for cell in found["cells"]})
     if not of_run:
-        sys.exit(f"needle.py: {answers} has no {arm}*.json: run needle.py test")
+        sys.exit(f"needle.py: {answers} has no {arm}: run needle.py test")
     least = min(len(run) for run in of_run.values())  # the lengths that all runs have
     runs = [{key: run[key] for key in sorted(run)[:least]} for run in of_run.values()]
     return runs, {key: [sum(run[key][i] for run in runs) for i in range(2)] for key in runs[0]}

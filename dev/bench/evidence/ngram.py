@@ -1,102 +1,77 @@
 #!/usr/bin/env python3
-"""The floor of what counts as learning: an n-gram with interpolation (Witten-Bell) on the bytes of a run.
+"""The floor of what counts as learning: an n-gram with interpolation (Witten-Bell) on the tokens of a run.
 
-    ngram.py CACHE --train 'train/c_train_00000[12].bin' --held-out heldout/c_1024_val_000000.bin --out FILE
+    ngram.py --cache CACHE [--setting small] [--tokens 1048576] [--longest 7]
 
-Prints and writes the held-out loss, nats per byte, for n = 1 .. 7 bytes (0 .. 6 bytes of context). The tokens are
-those that a run of the trainer reads, its end-of-text among them.
+Prints the held-out loss, nats per token, for n = 1 .. 7 tokens (0 .. 6 of context), and appends it to runs.jsonl. The
+tokens are those that a run of so many reads, its end-of-text among them; without --tokens all of the corpus. One order
+is counted at a time, and only behind contexts that the held-out text has: 32 million of GPT-2's take 10 GB for n = 4.
 """
-import argparse
-import array
 import glob
 import json
 import math
 from collections import Counter
 
-LONGEST = 7
+from arms import VOCABULARY
+from run import Results, arguments_of, parse, read_setting, some_shards
+
 HEADER = 1024
+WIDTH = 2  # bytes of a token
 
 
-def tokens_of(pattern):
-    """The tokens of all shards that match, as bytes: a vocabulary of 256 needs no more."""
-    text = b""
+def shards_of(pattern):
+    """The tokens of each shard, WIDTH bytes each."""
     for path in sorted(glob.glob(pattern)):
-        shard = array.array("H")
         with open(path, "rb") as file:
-            shard.frombytes(file.read()[HEADER:])
-        text += bytes(shard.tolist())
-    return text
+            yield file.read()[HEADER:]
 
 
-class Ngrams:
-    """Counts of one order: of each n-gram, and, of each context, how many bytes follow it, all and distinct ones."""
+def grams_of(text, n, first=0):
+    """Each n-gram and its context, from token `first` on."""
+    for at in range(first * WIDTH, len(text) - n * WIDTH + 1, WIDTH):
+        yield text[at:at + n * WIDTH], text[at:at + (n - 1) * WIDTH]
 
-    def __init__(self, counts):
-        self.counts = counts
-        self.all = Counter()
-        self.distinct = Counter()
+
+def losses(train, held_out, samples_of, longest, vocabulary):
+    """By order, over the targets of the samples that the trainer's evaluation reads, each without what stands before
+    its sample."""
+    samples = [text[i * samples_of * WIDTH:((i + 1) * samples_of + 1) * WIDTH] for text in held_out
+               for i in range((len(text) // WIDTH - 1) // samples_of)]
+    p = [[1 / vocabulary] * samples_of for _ in samples]
+    found = []
+    for n in range(1, longest + 1):
+        asked = [list(grams_of(sample, n)) for sample in samples]  # the last ones end with the targets
+        wanted = {context for grams in asked for _, context in grams}
+        # All orders count the same targets: those that have `longest` tokens.
+        counts = Counter(gram for gram, context in grams_of(train, n, longest - n) if context in wanted)
+        seen, distinct = Counter(), Counter()
         for gram, count in counts.items():
-            self.all[gram[:-1]] += count
-            self.distinct[gram[:-1]] += 1
-
-    def shorter(self):
-        """Of the next lower order. The text's first bytes, which no longer n-gram ends with, hardly count."""
-        counts = Counter()
-        for gram, count in self.counts.items():
-            counts[gram[1:]] += count
-        return Ngrams(counts)
-
-    def probability(self, gram, below):
-        """Of gram's last byte behind its others; `below` is that of the order below."""
-        seen = self.all[gram[:-1]]
-        if not seen:
-            return below
-        new = self.distinct[gram[:-1]]
-        return (self.counts[gram] + new * below) / (seen + new)
-
-
-def orders(text):
-    """From one byte to LONGEST."""
-    longest = Ngrams(Counter(text[i:i + LONGEST] for i in range(len(text) - LONGEST + 1)))
-    found = [longest]
-    while len(found) < LONGEST:
-        found.insert(0, found[0].shorter())
+            seen[gram[:-WIDTH]] += count
+            distinct[gram[:-WIDTH]] += 1
+        for grams, of_sample in zip(asked, p):
+            for i, (gram, context) in enumerate(grams[-samples_of:], max(0, n - 2)):
+                if seen[context]:
+                    of_sample[i] = (counts[gram] + distinct[context] * of_sample[i]) / (seen[context]
+                                                                                        + distinct[context])
+        found.append(-sum(math.log(one) for of_sample in p for one in of_sample) / len(p) / samples_of)
     return found
 
 
-def losses(train, held_out, samples_of):
-    """By order, over the targets of the samples that the trainer's evaluation reads, each without what stands before
-    its sample."""
-    models = orders(train)
-    total = [0.0] * LONGEST
-    samples = (len(held_out) - 1) // samples_of
-    for sample in range(samples):
-        text = held_out[sample * samples_of:(sample + 1) * samples_of + 1]
-        for i in range(1, len(text)):
-            p = 1 / 256
-            for n, model in enumerate(models, 1):
-                if n <= i + 1:
-                    p = model.probability(text[i + 1 - n:i + 1], p)
-                total[n - 1] -= math.log(p)
-    return [loss / samples / samples_of for loss in total]
-
-
 def main():
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("cache")
-    arguments.add_argument("--train", required=True)
-    arguments.add_argument("--held-out", required=True)
-    arguments.add_argument("--seq-len", type=int, default=1024)
-    arguments.add_argument("--out", required=True)
-    a = arguments.parse_args()
-    train = tokens_of(f"{a.cache}/{a.train}")
-    held_out = tokens_of(f"{a.cache}/{a.held_out}")
-    found = losses(train, held_out, a.seq_len)
-    result = {"train": a.train, "tokens": len(train), "held_out": a.held_out, "seq_len": a.seq_len,
+    arguments = arguments_of(__doc__, ["cache"])
+    arguments.add_argument("--tokens", type=int, default=0)
+    arguments.add_argument("--longest", type=int, default=7)
+    a = parse(arguments)
+    setting = read_setting(a.setting)
+    pattern = some_shards(a.cache, setting, a.tokens) if a.tokens else f"{a.cache}/{setting['train']}"
+    train = b"".join(shards_of(pattern))
+    found = losses(train, list(shards_of(f"{a.cache}/{setting['held_out']}")), setting["model"]["seq-len"], a.longest,
+                   VOCABULARY[setting["model"]["tokenizer"]])
+    result = {"name": f"ngram_tokens{a.tokens or 'all'}", "tokens": len(train) // WIDTH,
+              "seq_len": setting["model"]["seq-len"],
               "loss_by_order": {str(n): round(loss, 4) for n, loss in enumerate(found, 1)}}
-    with open(a.out, "w") as file:
-        file.write(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
+    Results(a.results).add(result)
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Does selection select? Where a trained model's attention lies, and how much of that the chosen blocks hold.
 
-    selection.py --cache CACHE --work FOLDER [--files 16] [--losses] [--out FILE] RUN...
-    selection.py --documents NEEDLE/items_1024.jsonl --last 1 --work FOLDER RUN...
+    selection.py --cache CACHE --work FOLDER [--setting small] [--files 16] [--losses] [--out FILE] RUN...
+    selection.py --documents NEEDLE/items_1024.jsonl --last 1 --cache NEEDLE --work FOLDER RUN...
     selection.py --selftest
 
 Reads checkpoints that run.py has left in FOLDER, and computes each held-out file with dev/reference.py in fp64. The
@@ -22,7 +22,7 @@ drawn. Nothing is trained for the sets that training never chose.
 
 Needs PyTorch and NumPy. RUN may be an arm with its rate, as in a result's name up to _seed: then all its seeds.
 """
-import argparse
+import array
 import glob
 import json
 import math
@@ -33,7 +33,8 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."
 import reference  # noqa: E402  it says what is missing
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from run import folders_of  # noqa: E402
+from ngram import shards_of  # noqa: E402
+from run import arguments_of, folders_of, parse, read_setting  # noqa: E402
 
 WAYS = ["chosen", "random", "recent", "best"]
 END_OF_TEXT = 0  # of bytes
@@ -168,15 +169,18 @@ def read_model(folder):
     return c, {name: torch.from_numpy(tensors[name].astype(np.float64)) for name in reference.parameter_shapes(c)}
 
 
-def read_documents(path, length, count):
-    """As many, evenly spread, of those that are long enough; of needle.py's items those of one hop."""
-    documents = []
-    with open(path) as file:
-        for document in map(json.loads, file):
-            if len(document["text"]) >= length - 1 and document.get("hops", 1) == 1:
-                tokens = [END_OF_TEXT] + list(document["text"].encode())
-                documents.append(torch.tensor(tokens, dtype=torch.long))
-    return [documents[i * len(documents) // count] for i in range(count)] if len(documents) > count else documents
+def read_documents(a, setting):
+    """As many as --files, evenly spread: the held-out ones, or --documents, of needle.py's items those of one hop."""
+    if a.documents:
+        with open(a.documents) as file:
+            found = [one["text"].encode() for one in map(json.loads, file) if one.get("hops", 1) == 1]
+        documents = [[END_OF_TEXT] + list(text) for text in found]
+    else:
+        shards = shards_of(f"{a.cache}/{setting['held_out']}")
+        documents = [array.array("H", shard)[:setting["model"]["seq-len"]].tolist() for shard in shards]
+    if len(documents) > a.files:
+        documents = [documents[i * len(documents) // a.files] for i in range(a.files)]
+    return [torch.tensor(tokens, dtype=torch.long) for tokens in documents]
 
 
 def of_run(path, documents, last, losses):
@@ -245,28 +249,22 @@ def selftest():
 
 
 def main():
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("runs", nargs="*")
-    arguments.add_argument("--cache")
-    arguments.add_argument("--work")
+    if "--selftest" in sys.argv:
+        return selftest()
+    arguments = arguments_of(__doc__)
+    arguments.add_argument("runs", nargs="+", metavar="RUN")
     arguments.add_argument("--files", type=int, default=16)
-    arguments.add_argument("--seq-len", type=int, default=1024, help="of the held-out files, 1024 or 4096")
     arguments.add_argument("--documents", help="instead of the held-out files")
     arguments.add_argument("--last", type=int, metavar="N", help="counts the last N queries of a document alone")
     arguments.add_argument("--losses", action="store_true")
     arguments.add_argument("--out")
-    arguments.add_argument("--selftest", action="store_true")
-    a = arguments.parse_args()
-    if a.selftest:
-        return selftest()
-    if not (a.runs and a.work and (a.cache or a.documents)):
-        sys.exit("selection.py: give --cache, --work and a run, or --selftest")
+    a = parse(arguments)
     torch.set_num_threads(1)
-    documents = read_documents(a.documents or f"{a.cache}/heldout_{a.seq_len}.jsonl", a.seq_len, a.files)
+    documents = read_documents(a, read_setting(a.setting))
     everything = []
     for name in a.runs:
         runs = [of_run(path, documents, a.last, a.losses) for path in folders_of(name, a.work)]
-        print(f"\n`{name}`, {len(runs)} seeds, {len(documents)} files of {a.seq_len} tokens\n")
+        print(f"\n`{name}`, {len(runs)} seeds, {len(documents)} files of up to {max(map(len, documents))} tokens\n")
         print_tables(runs)
         everything += runs
     if a.out:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Makes a table and a figure of the results.
 
-    table.py [--results results] [--tokens N] [--svg FILE [--drawn ARM...]]
+    table.py [--setting small | --results FOLDER] [--tokens N] [--minus ARM] [--svg FILE [--drawn ARM...]]
 
 The tables: of each arm at its best rate the held-out loss over the seeds, mean and range, and what it cost, with all
 tokens and, where there are such runs, with fewer, down to half of them; the n-grams of the same text; the rates that
@@ -9,16 +9,12 @@ were tried, on one seed; the loss by the number of tokens in sight. The figure h
 the mean of the seeds, and the held-out loss behind each name. Each byte is seen once, but other parts of the same file
 were seen before, so the training loss is the lower one.
 """
-import argparse
-import glob
-import json
 import math
-import os
+import random
 import sys
 
-from run import SEED_OF_RATE, SEED_OF_SWEEP, SEEDS
+from run import SEED_OF_RATE, SEED_OF_SWEEP, SEEDS, Results, arguments_of, parse
 
-HERE = os.path.dirname(os.path.abspath(__file__))
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 800, 400, 50, 40, 16, 270
 WORDS = {
     "nsa": "NSA", "full": "full attention", "window": "window alone", "window+selected": "selected and window",
@@ -28,14 +24,6 @@ WORDS = {
 }
 LETTERS = {"cmp-block": "l", "cmp-stride": "d", "slc-block": "l'", "slc-count": "n", "window": "w"}
 COLORS = ["#d9534f", "#3a8fd9", "#2fa36b", "#b8860b", "#9a6fd0", "#e07bb0", "#5aa9a9", "#8a8a8a"]
-
-
-def load(folder, pattern):
-    found = []
-    for path in sorted(glob.glob(f"{glob.escape(folder)}/{pattern}.json")):
-        with open(path) as file:
-            found.append(json.load(file))
-    return found
 
 
 def words_of(arm):
@@ -147,6 +135,22 @@ def print_differences(arms, minus, near):
         rows.append([f"`{name}`, {rate:g}"] + [f"{mean(column):+.3f}" for column in zip(*by_seed)]
                     + [f"**{mean(more):+.3f}** ({', '.join(f'{x:+.3f}' for x in more)})"])
     print_rows([f"`{minus}` less"] + ranges + [f"{ranges[-1]} less {ranges[within]}"], rows)
+    rows = []
+    for (name, rate), runs in arms.items():
+        if name != minus and all("by_document" in run for run in runs + of_minus):
+            pairs = [zip(other["by_document"], run["by_document"]) for other, run in zip(of_minus, runs)]
+            by_document = [[mean([m[1][i] - a[1][i] for m, a in of_seeds]) for i in range(len(ranges))]
+                           for of_seeds in zip(*pairs)]
+            rows.append([f"`{name}`, {rate:g}"] + [interval(column) for column in zip(*by_document)])
+    if rows:
+        print_rows([f"`{minus}` less, 95 % by document"] + ranges, rows)
+
+
+def interval(values):
+    """What holds 95 % of 2000 draws of as many documents, with repetition; it says nothing about other seeds."""
+    draws = random.Random(1)
+    means = sorted(mean(draws.choices(values, k=len(values))) for _ in range(2000))
+    return f"{mean(values):+.4f} ({means[50]:+.4f} to {means[1949]:+.4f})"
 
 
 def mean_curve(runs):
@@ -219,21 +223,21 @@ def figure(arms):
 
 
 def main():
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--results", default=f"{HERE}/results")
+    arguments = arguments_of(__doc__, [])
     arguments.add_argument("--tokens", type=int, help="of the whole runs; without it those of the longest run")
     arguments.add_argument("--svg")
     arguments.add_argument("--drawn", nargs="+", metavar="ARM", help="the arms of the figure; without it all")
     arguments.add_argument("--minus", metavar="ARM", help="whose loss less the others' is printed too")
     arguments.add_argument("--near", type=int, default=256, help="tokens that it sees whole")
-    a = arguments.parse_args()
-    runs = load(a.results, "*_lr*")
+    a = parse(arguments)
+    results = Results(a.results)
+    runs = results.of_runs()
     if not runs:
         sys.exit(f"table.py: {a.results} has no result of run.py")
-    tokens = a.tokens or max(run["tokens"] for run in runs)
+    tokens = max(run["tokens"] for run in runs) if a.tokens is None else a.tokens
     arms = by_arm(runs, tokens)
     shorter = sorted({run["tokens"] for run in runs if tokens // 2 <= run["tokens"] < tokens}, reverse=True)
-    print_tables(arms, [by_arm(runs, n) for n in shorter], load(a.results, "ngram_*"), runs)
+    print_tables(arms, [by_arm(runs, n) for n in shorter], results.beginning("ngram_"), runs)
     print_sweeps(runs, tokens)
     best = best_rates(arms, runs)
     if best:

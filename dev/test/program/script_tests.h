@@ -177,25 +177,48 @@ struct Comparison {
                                   "--tokenizer", "bytes", "--val-fraction", "0.1"})
                         .status,
                     0);
-        write_file(folder.file("tiny.json"), R"js({"model": {"layers": 2, "dim": 16, "heads": 2, "kv-groups": 1,
-            "head-dim": 8, "mlp-hidden": 32, "cmp-block": 4, "cmp-stride": 2, "slc-block": 4, "slc-count": 3,
-            "window": 4, "phi-hidden": 4, "init": "random", "tokenizer": "bytes", "seq-len": 128},
-            "training": {"batch": 1, "total-batch": 128, "warmup": 1}, "machine": {"threads": 1, "device": "cpu"},
-            "tokens": 1024, "train": "*_train_*.bin", "held_out": "*_val_*.bin",
-            "held_out_samples": {"sweep": 2, "whole": 4}})js");
     }
     program::Result run(const std::string& script, const program::Words& more) {
         program::Start start;
         start.environment = {"PYTHONDONTWRITEBYTECODE=1"};
         return program::execute(program::joined({"/usr/bin/env", scripts + "/" + script}, more), start);
     }
-    program::Result gpu_day(const std::string& plan) {
-        return run("gpu_day.sh", {folder.file("shards"), folder.file("work"), "--setting", folder.file("tiny.json"),
-                                  "--plan", plan, "--program", program::path()});
+    // More: of run.py's options, or another script's.
+    program::Words common() {
+        return {"--setting", folder.file("tiny.json"), "--results", folder.file("results"),
+                "--cache",   folder.file("shards")};
     }
-    Json result(const std::string& name) {
-        const std::string file = folder.file("work/results/" + name + ".json");
-        return parse_json(read_file(file), file);
+    program::Words with_program() {
+        return program::joined(common(), {"--work", folder.file("work"), "--program", program::path()});
+    }
+    void write_plan(const program::Words& plan) {
+        std::string lines;
+        for (const std::string& line : plan) lines += (lines.empty() ? "\"" : ", \"") + line + "\"";
+        write_file(folder.file("tiny.json"), R"js({"model": {"layers": 2, "dim": 16, "heads": 2, "kv-groups": 1,
+            "head-dim": 8, "mlp-hidden": 32, "cmp-block": 4, "cmp-stride": 2, "slc-block": 4, "slc-count": 3,
+            "window": 4, "phi-hidden": 4, "init": "random", "tokenizer": "bytes", "seq-len": 128},
+            "training": {"batch": 1, "total-batch": 128, "warmup": 1}, "machine": {"threads": 1, "device": "cpu"},
+            "tokens": 1024, "train": "*_train_*.bin", "held_out": "*_val_*.bin",
+            "held_out_documents": {"sweep": 1, "whole": 1}, "plan": [)js" +
+                                                 lines + "]}");
+    }
+    program::Result run_plan(const program::Words& plan) {
+        write_plan(plan);
+        return run("run.py", with_program());
+    }
+    // By name, the lines of the results.
+    std::map<std::string, Json> results() {
+        std::map<std::string, Json> found;
+        for (const std::string& line : program::lines_of(read_file(folder.file("results/runs.jsonl")))) {
+            const Json one = parse_json(line, "a result");
+            CHECK(found.emplace(one.string("name", "a result"), one).second);  // nothing is there twice
+        }
+        return found;
+    }
+    size_t count(const std::string& pattern) {
+        size_t found = 0;
+        for (const auto& [name, line] : results()) found += std::regex_match(name, std::regex(pattern));
+        return found;
     }
 };
 
@@ -208,66 +231,66 @@ inline std::string shard_text(const std::string& file) {
 
 }  // namespace script_tests
 
-// The protocol of a day on a GPU, with a small model: rates beyond the range, seeds, equal parameters, the same FLOPs
-// as the program's own, and nothing is run twice.
+// The protocol of a comparison: rates beyond the range, seeds, equal parameters, the same FLOPs as the program's own,
+// nothing is run twice, and what was broken off is repeated.
 TEST(run_comparison_of_arms) {
     using namespace script_tests;
     if (program::execute({"/usr/bin/env", "python3", "-c", ""}).status != 0) return skip("comparisons: no python3");
     Comparison c;
-    const std::string plan = c.folder.file("plan.txt");
-    write_file(plan,
-               "sweep nsa 1e-3 2e-3\nsweep full 0.02 0.04 # a remark\nrun window+optimizer=muon 0.01 5 256\n"
-               "run alternating+attention=window,full 0.01 5 256\nrun interleaved 0.01 5 256\nlonger "
-               "nsa+smear+init=narrow 512 0.01 0.02\n");
-    const program::Result day = c.gpu_day(plan);
-    CHECK_EQUAL(day.err, "");
-    CHECK_EQUAL(day.status, 0);
-    CHECK(day.out.find("predicted at 300 TFLOP/s, not measured: ") != std::string::npos);
-    // Two rates and two more seeds of 512 tokens, and one run of 256.
-    CHECK(std::regex_search(day.out, std::regex("longer nsa\\+smear\\+init=narrow: .* 2.05e-06 G tokens")));
-    CHECK(std::regex_search(day.out, std::regex("run interleaved: .* 2.56e-07 G tokens")));
-    const size_t runs = glob_files(c.folder.file("work/results/*.json")).size();
+    const program::Words plan = {"sweep nsa 1e-3 2e-3",
+                                 "sweep full 0.02 0.04 # a remark",
+                                 "run window+optimizer=muon 0.01 5 256",
+                                 "run alternating+attention=window,full full 5 256",
+                                 "run interleaved 0.01 5 256",
+                                 "longer nsa+smear+init=narrow 512 0.01 0.02"};
+    const program::Result first = c.run_plan(plan);
+    CHECK_EQUAL(first.err, "");
+    CHECK_EQUAL(first.status, 0);
+    std::map<std::string, Json> found = c.results();
     // Losses of such a run fall with the rate: two rates and four doublings. With all tokens the best one, its half and
     // its double at least, and both other seeds at the best of these.
-    CHECK(file_exists(c.folder.file("work/results/nsa_lr0.032_seed0_tokens256.json")));
-    for (const char* arm : {"nsa", "full"})
-        for (const auto& [seeds, least] : {std::pair{"1", 3u}, std::pair{"[23]", 2u}})
-            CHECK(glob_files(c.folder.file(format_text("work/results/%s_lr*_seed%s_tokens1024.json", arm, seeds)))
-                      .size() >= least);
-    CHECK(file_exists(c.folder.file("work/results/nsa_lr0.064_seed1_tokens1024.json")));  // beyond the sweep's best
-    // `longer`: at least one rate beyond the two of its range; at the best one three seeds, all with its own tokens.
-    const std::string longer = c.folder.file("work/results/nsa+smear+init=narrow_lr%s_seed%s_tokens%s.json");
-    CHECK(glob_files(format_text(longer.c_str(), "*", "1", "512")).size() >= 3);
-    for (const char* seed : {"2", "3"})
-        CHECK_EQUAL(glob_files(format_text(longer.c_str(), "*", seed, "512")).size(), 1u);
-    CHECK_EQUAL(glob_files(format_text(longer.c_str(), "*", "*", "*")).size(),
-                glob_files(format_text(longer.c_str(), "*", "[123]", "512")).size());
-
-    const Json nsa = c.result("nsa_lr0.001_seed0_tokens256"), full = c.result("full_lr0.02_seed0_tokens256");
-    const Json window = c.result("window+optimizer=muon_lr0.01_seed5_tokens256");
-    const char *const of_two = "alternating+attention=window,full_lr0.01_seed5_tokens256",
-                      *const in_turn = "interleaved_lr0.01_seed5_tokens256";
-    const Json alternating = c.result(of_two), interleaved = c.result(in_turn);
-    const double size = nsa.number("parameters", "nsa");
-    for (const Json* arm : {&full, &window, &alternating, &interleaved})
-        CHECK(std::fabs(arm->number("parameters", "an arm") / size - 1) <= 0.02);
-    for (const char* name : {"nsa_lr0.001_seed0_tokens256", "full_lr0.02_seed0_tokens256", of_two, in_turn}) {
-        const std::string log = read_file(c.folder.file("work/" + std::string(name) + "/log.jsonl"));
-        const Json start = parse_json(log.substr(0, log.find('\n')), name).get("start", name), found = c.result(name);
-        CHECK_NEAR(found.number("flops", name) / 256, start.number("flops_per_token", name), 1);
-        CHECK_EQUAL(found.number("parameters", name), start.number("parameters", name));
+    CHECK_EQUAL(c.count("nsa_lr0.032_seed0_tokens256"), 1u);
+    for (const char* arm : {"nsa", "full"}) {
+        CHECK(c.count(std::string(arm) + "_lr[0-9.]*_seed1_tokens1024") >= 3);
+        CHECK(c.count(std::string(arm) + "_lr[0-9.]*_seed[23]_tokens1024") >= 2);
     }
-    for (const Json* arm : {&window, &alternating})
-        CHECK_NEAR(arm->number("keys_per_query", "an arm"), nsa.number("keys_per_query", "nsa"), 8);
+    CHECK_EQUAL(c.count("nsa_lr0.064_seed1_tokens1024"), 1u);  // beyond the sweep's best
+    // `longer`: at least one rate beyond the two of its range; at the best one three seeds, all with its own tokens.
+    const std::string longer = "nsa\\+smear\\+init=narrow_lr[0-9.]*_seed";
+    CHECK(c.count(longer + "1_tokens512") >= 3);
+    for (const char* seed : {"2", "3"}) CHECK_EQUAL(c.count(longer + seed + "_tokens512"), 1u);
+    CHECK_EQUAL(c.count(longer + ".*"), c.count(longer + "[123]_tokens512"));
+    // One arm at the other's rate.
+    double best = 0;
+    for (const auto& [name, line] : found)
+        if (std::regex_match(name, std::regex("full_lr.*_seed2_tokens1024"))) best = line.number("rate", "a result");
+    const std::string of_two = format_text("alternating+attention=window,full_lr%g_seed5_tokens256", best);
 
-    const auto before =
-        std::filesystem::last_write_time(c.folder.file("work/results/nsa_lr0.001_seed0_tokens256.json"));
-    std::filesystem::remove(c.folder.file("work/results/full_lr0.02_seed0_tokens256.json"));
-    CHECK_EQUAL(c.gpu_day(plan).status, 0);
-    CHECK(std::filesystem::last_write_time(c.folder.file("work/results/nsa_lr0.001_seed0_tokens256.json")) == before);
-    CHECK_EQUAL(glob_files(c.folder.file("work/results/*.json")).size(), runs);
-    write_file(plan, "sweep nothing 1e-3 2e-3\n");
-    const program::Result wrong = c.gpu_day(plan);
+    const double size = found.at("nsa_lr0.001_seed0_tokens256").number("parameters", "nsa");
+    const double keys = found.at("nsa_lr0.001_seed0_tokens256").number("keys_per_query", "nsa");
+    for (const std::string& name :
+         {std::string("nsa_lr0.001_seed0_tokens256"), std::string("full_lr0.02_seed0_tokens256"), of_two,
+          std::string("interleaved_lr0.01_seed5_tokens256"),
+          std::string("window+optimizer=muon_lr0.01_seed5_tokens256")}) {
+        const Json& line = found.at(name);
+        CHECK(std::fabs(line.number("parameters", name) / size - 1) <= 0.02);
+        const bool is_window = name.find("window+") == 0;
+        if (is_window || name == of_two) CHECK_NEAR(line.number("keys_per_query", name), keys, 8);
+        const std::string log = read_file(c.folder.file("work/" + name + "/log.jsonl"));
+        const Json start = parse_json(log.substr(0, log.find('\n')), name).get("start", name);
+        if (is_window) continue;  // of a branch that is left out the program counts the tensors
+        CHECK_NEAR(line.number("flops", name) / 256, start.number("flops_per_token", name), 1);
+        CHECK_EQUAL(line.number("parameters", name), start.number("parameters", name));
+    }
+
+    // Another start does what is missing, here the last line, of which half was written.
+    const std::string file = c.folder.file("results/runs.jsonl"), text = read_file(file);
+    write_file(file, text.substr(0, text.size() - 50));
+    CHECK_EQUAL(c.run_plan(plan).status, 0);
+    CHECK_EQUAL(c.results().size(), found.size());
+    CHECK_EQUAL(read_file(file).substr(0, text.rfind('\n', text.size() - 2) + 1),
+                text.substr(0, text.rfind('\n', text.size() - 2) + 1));
+    const program::Result wrong = c.run_plan({"sweep nothing 1e-3 2e-3"});
     CHECK_EQUAL(wrong.status, 1);
     CHECK(wrong.err.find("'nothing' is no arm: expected one of nsa, full, window") != std::string::npos);
 }
@@ -290,45 +313,35 @@ TEST(run_corpus_of_a_text) {
     CHECK_NEAR(double(held_out.size()) / double(text.size()), 0.1, 0.01);
 }
 
-// A trained model goes on with longer sequences: each way has its own best rate, and is measured at the longer length.
+// A trained model goes on, with another base of RoPE and shorter sequences; two runners share the work.
 TEST(run_extension) {
     using namespace script_tests;
     if (program::execute({"/usr/bin/env", "python3", "-c", ""}).status != 0) return skip("extension: no python3");
     Comparison c;
-    const std::string plan = c.folder.file("plan.txt"), out = c.folder.file("out.json");
-    write_file(plan, "run nsa 0.01 1 1024\nrun nsa 0.01 2 1024\n");
-    CHECK_EQUAL(c.gpu_day(plan).status, 0);
-    // Two at once share the work.
-    const auto extend = [&](const std::string& to) {
-        return c.run("extend.py", {"--cache", c.folder.file("shards"), "--work", c.folder.file("work"), "--setting",
-                                   c.folder.file("tiny.json"), "--program", program::path(), "--length", "256",
-                                   "--tokens", "4096", "--out", to, "nsa_lr0.01"});
-    };
-    auto second = std::async(std::launch::async, extend, c.folder.file("second.json"));
-    const program::Result extended = extend(out), other = second.get();
-    for (const program::Result& r : {extended, other}) {
-        CHECK_EQUAL(r.err, "");
-        CHECK_EQUAL(r.status, 0);
+    CHECK_EQUAL(c.run_plan({"run nsa 0.01 1 1024", "run nsa 0.01 2 1024"}).status, 0);
+    const std::string on = "nsa_lr0.01_tokens1024", longer = on + "+seq-len=64+rope-base=40000";
+    const program::Words plan = {"run " + on + " 0.01 1 0", "run " + longer + " 0.01 1 256",
+                                 "run " + longer + " 0.01 2 256"};
+    c.write_plan(plan);
+    auto second = std::async(std::launch::async, [&] { return c.run("run.py", c.with_program()); });
+    const program::Result extended = c.run("run.py", c.with_program()), other = second.get();
+    CHECK_EQUAL(extended.err + other.err, "");
+    std::map<std::string, Json> found = c.results();
+    CHECK_EQUAL(found.size(), 5u);
+    for (const auto& [name, folder] :
+         {std::pair<std::string, std::string>{on + "_lr0.01_seed1_tokens0", "nsa_lr0.01_seed1_tokens1024"},
+          {longer + "_lr0.01_seed1_tokens256", longer + "_lr0.01_seed1_tokens256"}}) {
+        const std::string run = c.folder.file("work/" + folder);
+        const program::Result evaluated =
+            program::run({"eval", "--from", run, "--val-data", c.folder.file("shards/t_val_*.bin"), "--batch", "1",
+                          "--seq-len", "128", "--device", "cpu"});
+        CHECK(evaluated.out.find(format_text("loss %.4f", found.at(name).number("held_out_loss", name))) !=
+              std::string::npos);
     }
-    const Json all = parse_json(read_file(out), out);
-    const std::string held_out = c.folder.file("shards/t_val_*.bin");
-    for (const auto& [way, length, base] :
-         {std::tuple{"T = 128, base 10000", 128, 10000}, std::tuple{"T = 256, base 40000", 256, 40000}}) {
-        const Json result = all.get(way, out);
-        const std::string rate = format_text("%g", result.number("rate", out));
-        for (const char* seed : {"1", "2"}) {
-            const std::string run =
-                c.folder.file(format_text("work/extended/nsa_lr0.01_seed%s_tokens1024_T%d_base%d_lr%s_tokens4096", seed,
-                                          length, base, rate.c_str()));
-            const Json options = parse_json(read_file(run + "/run.json"), run);
-            CHECK_EQUAL(options.integer("seq_len", run), int64_t(length));
-            CHECK_EQUAL(options.integer("rope_base", run), int64_t(base));
-            const program::Result evaluated = program::run(
-                {"eval", "--from", run, "--val-data", held_out, "--batch", "1", "--seq-len", "256", "--device", "cpu"});
-            const double loss = result.array("runs", out)[size_t(seed[0] - '1')].number("held_out_loss", out);
-            CHECK(evaluated.out.find(format_text("loss %.4f", loss)) != std::string::npos);
-        }
-    }
+    const std::string run = c.folder.file("work/" + longer + "_lr0.01_seed2_tokens256/run.json");
+    const Json options = parse_json(read_file(run), run);
+    CHECK_EQUAL(options.integer("seq_len", run), int64_t(64));
+    CHECK_EQUAL(options.integer("rope_base", run), int64_t(40000));
 }
 
 // Needles and hops: questions whose answers stand in the text, asked of a model that learnt nothing of them.
@@ -394,9 +407,9 @@ TEST_LONG(run_shares_of_selection) {
     REQUIRE_GOOD(program::train({{"out", c.folder.file("nsa_seed1")}, {"init", "random"}}));
     std::string text;
     for (int i = 0; i < 63; i++) text += char('a' + i * i % 23);
-    write_file(c.folder.file("heldout_64.jsonl"), "{\"text\": \"" + text + "\"}\n{\"text\": \" \"}\n");
-    const program::Result r = c.run(
-        "selection.py", {"--cache", c.folder.path, "--work", c.folder.path, "--seq-len", "64", "--losses", "nsa"});
+    write_file(c.folder.file("documents.jsonl"), "{\"text\": \"" + text + "\"}\n");
+    const program::Result r = c.run("selection.py", {"--cache", c.folder.path, "--work", c.folder.path, "--documents",
+                                                     c.folder.file("documents.jsonl"), "--losses", "nsa"});
     CHECK_EQUAL(r.err, "");
     const std::string changed = " \\| [-+]0\\.[0-9]*[1-9][0-9]* [^|]*",
                       row = "\\| loss, less the model's own \\| \\+0.0000 ";
@@ -408,11 +421,8 @@ TEST(run_ngram_floor) {
     using namespace script_tests;
     if (program::execute({"/usr/bin/env", "python3", "-c", ""}).status != 0) return skip("n-grams: no python3");
     Comparison c;
-    const std::string out = c.folder.file("ngram.json");
-    CHECK_EQUAL(c.run("ngram.py", {c.folder.path, "--train", "shards/t_train_*.bin", "--held-out",
-                                   "shards/t_val_000000.bin", "--seq-len", "128", "--out", out})
-                    .status,
-                0);
+    c.write_plan({});
+    REQUIRE_GOOD(c.run("ngram.py", c.common()));
     const std::string train = shard_text(c.folder.file("shards/t_train_000001.bin"));
     const std::string held_out = shard_text(c.folder.file("shards/t_val_000000.bin"));
     std::map<char, double> bytes, followers, behind;  // behind: distinct bytes that follow one
@@ -433,7 +443,8 @@ TEST(run_ngram_floor) {
         loss[0] -= std::log(one) / double(samples * 128);
         loss[1] -= std::log(followers[context] > 0 ? two : one) / double(samples * 128);
     }
-    const Json found = parse_json(read_file(out), out).get("loss_by_order", out);
+    const std::string out = "ngram_tokensall";
+    const Json found = c.results().at(out).get("loss_by_order", out);
     // Short n-grams at the very beginning of the text are not counted there: 2e-3.
     CHECK_NEAR(found.number("1", out), loss[0], 2e-3);
     CHECK_NEAR(found.number("2", out), loss[1], 2e-3);
