@@ -125,10 +125,13 @@ static void print_memory_by_buffer(Config c) {
     std::printf("%-40s %9s %9s %9s MiB, --batch %lld\n", "buffer, and how often with --recompute 0", "0", "1", "2",
                 (long long)c.batch);
     double sums[3] = {};
-    for (size_t i = 0; i < of_level[0].size(); i++) {
-        std::printf("%2zu x %-35s", of_level[0][i].count, of_level[0][i].name.c_str());
+    for (const MemoryEntry& kept : of_level[0]) {
+        std::printf("%2zu x %-35s", kept.count, kept.name.c_str());
         for (size_t level = 0; level < 3; level++) {
-            const double mib = double(of_level[level][i].bytes) * 0x1p-20;
+            // What is shared comes behind what each layer keeps, so levels have other orders.
+            const auto entry = std::find_if(of_level[level].begin(), of_level[level].end(),
+                                            [&](const MemoryEntry& e) { return e.name == kept.name; });
+            const double mib = double(entry->bytes) * 0x1p-20;
             std::printf(" %9.3f", mib);
             sums[level] += mib;
         }
