@@ -1961,7 +1961,6 @@ struct Cuda : CudaOptimiser {
         cudaStreamSynchronize(stream);
         release(selected_choice);
         release(rope_table);
-        release(device_reads);
     }
 
     std::string describe() const {
