@@ -241,11 +241,11 @@ TEST(export_writes_a_model_card) {
     using namespace program;
     TempFolder folder;
     const std::string run_folder = folder.file("run"), link = folder.file("link");
-    for (const char* name : {"train.bin", "more.bin"})
-        write_file(folder.file(name), shard(random_tokens(64 * 15 + 1, 1, 64)));
+    for (const char* name : {"train.bin", "more.bin", "val.bin"})
+        write_file(folder.file(name), shard(random_tokens(64 * 15 + 1, uint64_t(name[0]), 64)));
     const Options options = {{"out", run_folder},
                              {"data", folder.file("train.bin") + ":3," + folder.file("more.bin")},
-                             {"val-data", folder.file("more.bin")},
+                             {"val-data", folder.file("val.bin")},
                              {"eval-every", "3"}};
     REQUIRE_GOOD(train(merged(options, {{"steps", "2"}})));
     REQUIRE_GOOD(train(merged(options, {{"resume", "on"}, {"steps", "3"}, {"total-batch", "256"}})));
