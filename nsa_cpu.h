@@ -541,6 +541,12 @@ struct Cpu : HostRuntime, HostOptimiser<real_> {
         }
     }
 
+    // The gradients of all branches of a layer.
+    bool wants_dq(const NsaShape&) const { return true; }
+    void branches_backward(const LayerGradients<real, Stat>& d, const LayerInputs<real, Stat>& in, const NsaShape& s) {
+        backward_by_branches(*this, d, in, s);
+    }
+
     // ----- block selection, paper eq. 8 to 12; no gradient flows through it.
     // selection [B, G, queries, words]: query t, in block b = t / l', may choose among blocks 0..b. If b + 1 <= n it
     // takes them all; otherwise blocks 0, b-1 and b, and the n-3 most important others. All heads of a group share one

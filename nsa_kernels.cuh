@@ -801,6 +801,16 @@ struct Rope {
             high[k] = a * turn + b * c[k];
         }
     }
+    // Rotates back elements i and i + 1 of the halves of a head.
+    __device__ void turn_back(float* low, float* high, int position, int i, int D) const {
+        const size_t at = size_t(position) * (D / 2) + i;
+        const float2 c = *reinterpret_cast<const float2*>(cosine + at), s = *reinterpret_cast<const float2*>(sine + at);
+        const float a[2] = {low[0], low[1]};
+        low[0] = a[0] * c.x + high[0] * s.x;
+        low[1] = a[1] * c.y + high[1] * s.y;
+        high[0] = high[0] * c.x - a[0] * s.x;
+        high[1] = high[1] * c.y - a[1] * s.y;
+    }
 };
 
 // Where head `unit` of a token's row belongs: units are the query heads, then each group's key or value of every slot;
@@ -870,7 +880,7 @@ __global__ void __launch_bounds__(128) split_heads_backward_kernel(cuda_real* dp
     const int pieces = s.D / 2 / W, half = s.D / 2, t = blockIdx.x % s.T, heads_end = s.slot_column(HEAD_SLOTS);
     const size_t b = blockIdx.x / s.T, rows = size_t(s.B) * s.H * s.T;
     cuda_real* out = dprojected + size_t(blockIdx.x) * P;
-    for (int piece = threadIdx.x; piece < units * pieces; piece += blockDim.x) {
+    for (int piece = (d.q ? 0 : s.H * pieces) + threadIdx.x; piece < units * pieces; piece += blockDim.x) {
         const int unit = piece / pieces, i = piece % pieces * W;
         const HeadPlace place(unit, b, t, s);
         if (place.normed) continue;
@@ -1264,7 +1274,8 @@ template <Branch branch, int D, Multiplier by>
 __device__ inline void attend(bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v,
                               const uint32_t* selection, const AttentionShape& s) {
     constexpr int M = row_pieces<D, false, by>(), KEYS = forward_keys<D>();  // keys at a time
-    QueryBlock<branch, D, false, by> block(q, nullptr, k, v, selection, s);
+    const QueryRows<D, false, by> rows(q, nullptr, branch == SLC ? selection : nullptr, s);
+    QueryBlock<branch, D, false, by> block(rows, k, v, selection, s);
     const int first_tile = block.start(s);
     unsigned q_rows[M][D / 16][4];
     if (q_in_registers<D>()) load_rows<D>(q_rows, block.q_tile, block.first_row);
@@ -1298,7 +1309,7 @@ __device__ inline void attend(bf16* out, float* lse, const bf16* q, const bf16* 
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const float sum = row_sum(total[m][i]);
-            const long long row = block.row(m, i, s);
+            const long long row = block.row(m, i, s).row;
             store_row(out + row * D, sums[m], i, sum > 0 ? 1 / sum : 0, row >= 0);
             if (row >= 0 && lane % 4 == 0) lse[row] = sum > 0 ? shift[m][i] / LOG2_E + logf(sum) : INFINITY;
         }
@@ -1374,26 +1385,36 @@ __device__ inline void add_keys_by_warpgroups(const QueryBlock<branch, D, true, 
         tile = next;
     }
 }
-// dq [B, H, queries, D] = dS k / sqrt(D), or += with `add`.  The forward's structure, with dout in place of the
-// softmax.
-template <Branch branch, int D, Multiplier by>
-__device__ inline void compute_dq(const BackwardArrays<bf16, float>& d, const InputArrays<bf16>& in,
+// What dQ is told beside its arrays. Without LayerGradients::dq it turns the sums back and stores them in dprojected.
+// gathered [B, H, T, D]: where given, and where AUTO has chosen it, what gathered rows have made of the selected
+// branch.
+struct DqOptions {
+    kernels::Rope rope;
+    int columns;  // of dprojected
+    const float* gathered;
+    const SelectedChoice* choice;
+    unsigned branches;  // bits
+    int first_branch;   // that the arrays [branches, ...] begin with
+};
+// sums += dS k of a branch.
+template <Branch branch, int D, Multiplier by, int M>
+__device__ inline void add_branch(float (&sums)[M][D / 8][4], const QueryBlock<branch, D, true, by>& block,
+                                  int first_tile, const unsigned (&q_rows)[M][D / 16][4],
+                                  const unsigned (&dout_rows)[M][D / 16][4], const LayerGradients<bf16, float>& d,
+                                  const LayerInputs<bf16, float>& in, const DqOptions& options,
                                   const AttentionShape& s) {
-    constexpr int M = row_pieces<D, true, by>(), KEYS = 16;  // keys at a time, as many as there are registers for
-    QueryBlock<branch, D, true, by> block(in.q, d.dout, in.k, in.v, in.selection, s);
-    const int first_tile = block.start(s);
-    unsigned q_rows[M][D / 16][4], dout_rows[M][D / 16][4];
-    if (by == WARP) load_rows<D>(q_rows, block.q_tile, block.first_row);
-    if (by == WARP && COMPILED_GENERATION.dout_in_registers) load_rows<D>(dout_rows, block.dout_tile, block.first_row);
-    float sums[M][D / 8][4], minus_shift[M][2], dot[M][2];
-    clear(sums);
+    constexpr int KEYS = 16;  // keys at a time, as many as there are registers for
+    float minus_shift[M][2], dot[M][2];
+    const size_t rows_before = size_t(branch - options.first_branch) * s.batch_groups * s.heads * s.queries;
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const long long row = block.row(m, i, s);
-            minus_shift[m][i] = row < 0 ? -INFINITY : -d.lse_gated[row] * LOG2_E;
-            dot[m][i] = row < 0 ? 0 : d.row_dot[row];
+            const auto r = block.row(m, i, s);
+            const float2 terms =
+                make_row_terms<D>(d, in, rows_before + size_t(r.row), r.row >= 0, block.dout_tile, r.place);
+            minus_shift[m][i] = terms.x;
+            dot[m][i] = terms.y;
         }
 
     if constexpr (by == WARPGROUP) add_keys_by_warpgroups(block, first_tile, sums, minus_shift, dot, s);
@@ -1422,37 +1443,80 @@ __device__ inline void compute_dq(const BackwardArrays<bf16, float>& d, const In
                 multiply_add<D, M, KEYS / 16>(sums, ds, k_tile, first);
             }
         });
-
+}
+// The sums over all branches, dS k / sqrt(D). The forward's structure, with dout in place of the softmax.
+template <int D, Multiplier by>
+__device__ inline void compute_dq(const LayerGradients<bf16, float>& d, const LayerInputs<bf16, float>& in,
+                                  const DqOptions& options, const AttentionShape& s, const AttentionShape& cmp) {
+    constexpr int M = row_pieces<D, true, by>();
+    // Asked again each time: the answer would take a register throughout the walks.
+    const auto has_gathered = [&] { return options.gathered && (!options.choice || options.choice->gather); };
+    const auto selects = [&] { return options.branches >> SLC & 1 && !has_gathered(); };
+    const QueryRows<D, true, by> rows(in.q, in.dout, selects() ? in.selection : nullptr, s);
+    float sums[M][D / 8][4];
+    clear(sums);
+    unsigned q_rows[M][D / 16][4], dout_rows[M][D / 16][4];
+    {
+        QueryBlock<WIN, D, true, by> block(rows, in.k[WIN], in.v[WIN], nullptr, s);
+        if (!(options.branches >> WIN & 1)) block.end_tile = 0;
+        const int first_tile = block.start(s);
+        if (by == WARP) load_rows<D>(q_rows, block.q_tile, block.first_row);
+        if (by == WARP && COMPILED_GENERATION.dout_in_registers)
+            load_rows<D>(dout_rows, block.dout_tile, block.first_row);
+        if (options.branches >> WIN & 1) add_branch<WIN>(sums, block, first_tile, q_rows, dout_rows, d, in, options, s);
+    }
+    if (selects()) {
+        QueryBlock<SLC, D, true, by> block(rows, in.k[SLC], in.v[SLC], in.selection, s);
+        __syncthreads();  // the tiles of the branch before are no longer read
+        const int first_tile = block.start(s);
+        add_branch<SLC>(sums, block, first_tile, q_rows, dout_rows, d, in, options, s);
+    }
+    if (options.branches >> CMP & 1) {
+        QueryBlock<CMP, D, true, by> block(rows, in.k[CMP], in.v[CMP], nullptr, cmp);
+        __syncthreads();
+        const int first_tile = block.start(cmp);
+        add_branch<CMP>(sums, block, first_tile, q_rows, dout_rows, d, in, options, cmp);
+    }
+    const bool gathered = has_gathered();
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const long long row = block.row(m, i, s);
-            if (row < 0) continue;
+            const auto r = rows.row(m, i, s);
+            const int column = threadIdx.x % 4 * 2;
+            if (gathered && r.row >= 0)
 #pragma unroll
-            for (int x = 0; x < D / 8; x++) {
-                float2* to = reinterpret_cast<float2*>(d.dq + size_t(row) * D + x * 8 + threadIdx.x % 4 * 2);
-                const float2 before = d.add ? *to : make_float2(0, 0);
-                *to = make_float2(before.x + sums[m][x][2 * i] * s.scale, before.y + sums[m][x][2 * i + 1] * s.scale);
+                for (int x = 0; x < D / 8; x++) {
+                    const float2 more = *reinterpret_cast<const float2*>(options.gathered + r.row * D + x * 8 + column);
+                    sums[m][x][2 * i] += more.x;
+                    sums[m][x][2 * i + 1] += more.y;
+                }
+            if (d.dq) {
+                if (r.row < 0) continue;
+#pragma unroll
+                for (int x = 0; x < D / 8; x++)
+                    *reinterpret_cast<float2*>(d.dq + r.row * D + x * 8 + column) =
+                        make_float2(sums[m][x][2 * i] * s.scale, sums[m][x][2 * i + 1] * s.scale);
+                continue;
             }
+#pragma unroll
+            for (int x = 0; x < D / 16; x++)
+                options.rope.turn_back(&sums[m][x][2 * i], &sums[m][x + D / 16][2 * i], r.token, x * 8 + column, D);
+            store_row(d.dprojected + r.token_row * options.columns + r.head * D, sums[m], i, s.scale, r.row >= 0);
         }
 }
 //     mma 154 / 307, ldmatrix 96 / 384, exponentials 64 / 64, instructions 114 / 182, L2 87 / 174
-template <Branch branch, int D>
+template <int D>
 __global__ void __launch_bounds__(MOST_TILE_THREADS<D, true>, TILE_BLOCKS<D, true>)
-    attention_dq_kernel(BackwardArrays<bf16, float> d, InputArrays<bf16> in, const SelectedChoice* choice,
-                        AttentionShape s) {
-    if (branch == SLC && choice && choice->gather) return;
-    compute_dq<branch, D, WARP>(d, in, s);
+    attention_dq_kernel(LayerGradients<bf16, float> d, LayerInputs<bf16, float> in, DqOptions options, AttentionShape s,
+                        AttentionShape cmp) {
+    compute_dq<D, WARP>(d, in, options, s, cmp);
 }
-template <Branch branch, int D>
+template <int D>
 __global__ void __launch_bounds__(MOST_TILE_THREADS<D, true, WARPGROUP>, TILE_BLOCKS<D, true, WARPGROUP>)
-    warpgroup_dq_kernel(BackwardArrays<bf16, float> d, InputArrays<bf16> in, const SelectedChoice* choice,
-                        AttentionShape s) {
-    if constexpr (COMPILED_FOR_WGMMA) {
-        if (branch == SLC && choice && choice->gather) return;
-        compute_dq<branch, D, WARPGROUP>(d, in, s);
-    }
+    warpgroup_dq_kernel(LayerGradients<bf16, float> d, LayerInputs<bf16, float> in, DqOptions options, AttentionShape s,
+                        AttentionShape cmp) {
+    if constexpr (COMPILED_FOR_WGMMA) compute_dq<D, WARPGROUP>(d, in, options, s, cmp);
 }
 
 // In the compressed branch the queries are cut into parts: the keys are few, so their tiles alone would not fill a GPU,
@@ -1759,8 +1823,8 @@ __global__ void __launch_bounds__(SCORE_THREADS)
 // ---------------------------------------------------------------------------------------------------------------------
 // Launches: struct Cpu's functions, with device pointers and a stream.
 
-// What attention_forward and attention_backward need besides their arrays: attention_workspace_bytes() of scratch
-// memory on the GPU, and a place for AUTO's choice.
+// What attention_forward and attention_backward need besides their arrays: scratch memory on the GPU, as many bytes as
+// attention_forward_bytes() or attention_backward_bytes() says, and a place for AUTO's choice.
 struct AttentionWorkspace {
     void* data = nullptr;
     SelectedChoice* choice = nullptr;
@@ -1771,18 +1835,27 @@ inline float* cmp_partial_sums(WorkspacePieces& pieces, const NsaShape& s) {
     const size_t tiles = size_t(a.batch_groups) * size_t(key_tiles(a));
     return pieces.take<float>(a.parts == 1 ? 0 : tiles * size_t(a.parts) * 2 * KEY_TILE * D);
 }
-// Bytes of scratch memory that forward or backward of a branch needs.
-inline size_t attention_workspace_bytes(Branch branch, const NsaShape& s, AttentionPath asked, bool backward) {
+// Bytes of scratch memory that the forward pass of a branch needs, and the backward pass of all of them.
+inline size_t attention_forward_bytes(Branch branch, const NsaShape& s, AttentionPath asked) {
     WorkspacePieces pieces{nullptr};
-    with_head_dimension(s.D, [&](auto dimension) {
-        constexpr int D = decltype(dimension)::value;
-        if (branch == CMP && backward) cmp_partial_sums<D>(pieces, s);
-        if (branch != SLC || s.query_rows() == 0) return;
-        const SelectedKernel kernel = resolve_selected<D>(asked, s, backward);
-        if (kernel == SelectedKernel::AUTO) selection_counts<D>(pieces, s);
-        if (kernel != SelectedKernel::TILES && backward) gather_plan<D>(pieces, s);
+    with_head_dimension(s.D, [&](auto D) {
+        if (branch == SLC && s.query_rows() && resolve_selected<D()>(asked, s, false) == SelectedKernel::AUTO)
+            selection_counts<D()>(pieces, s);
     });
     return pieces.used;
+}
+inline size_t attention_backward_bytes(const NsaShape& s, AttentionPath asked) {
+    WorkspacePieces of_queries{nullptr}, of_selected{nullptr}, of_compressed{nullptr};  // one after the other
+    with_head_dimension(s.D, [&](auto dimension) {
+        constexpr int D = decltype(dimension)::value;
+        if (s.full || s.query_rows() == 0) return;
+        const SelectedKernel dq = resolve_dq<D>(asked, s);
+        if (dq == SelectedKernel::AUTO) selection_counts<D>(of_queries, s);
+        if (dq != SelectedKernel::TILES) gathered_dq<D>(of_queries, s);
+        if (resolve_selected<D>(asked, s) != SelectedKernel::TILES) gather_plan<D>(of_selected, s);
+        cmp_partial_sums<D>(of_compressed, s);
+    });
+    return std::max({of_queries.used, of_selected.used, of_compressed.used});
 }
 template <Branch branch, int D>
 inline void launch_attention_forward(bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v,
@@ -1799,51 +1872,30 @@ inline void launch_attention_forward(bf16* out, float* lse, const bf16* q, const
     }
     with_multiplier<D>(asked.warpgroups, [&](auto multiplier) {
         constexpr Multiplier by = decltype(multiplier)::value;
-        using Block = QueryBlock<branch, D, false, by>;
+        using Rows = QueryRows<D, false, by>;
         const unsigned blocks = unsigned(a.tiles * a.batch_groups);
+        const size_t bytes = Rows::bytes(a, branch == SLC);
         if constexpr (by == WARPGROUP)
-            launch<warpgroup_forward_kernel<branch, D>>(blocks, Block::threads(a), Block::bytes(a), stream, out, lse, q,
-                                                        k, v, selection, choice, a);
+            launch<warpgroup_forward_kernel<branch, D>>(blocks, Rows::threads(a), bytes, stream, out, lse, q, k, v,
+                                                        selection, choice, a);
         else
-            launch<attention_forward_kernel<branch, D>>(blocks, Block::threads(a), Block::bytes(a), stream, out, lse, q,
-                                                        k, v, selection, choice, a);
+            launch<attention_forward_kernel<branch, D>>(blocks, Rows::threads(a), bytes, stream, out, lse, q, k, v,
+                                                        selection, choice, a);
     });
 }
 template <Branch branch, int D>
-inline void launch_attention_backward(const BackwardArrays<bf16, float>& d, const InputArrays<bf16>& in,
-                                      const NsaShape& s, AttentionPath asked, AttentionWorkspace workspace,
-                                      cudaStream_t stream) {
+inline void launch_dkdv(const LayerGradients<bf16, float>& to, const LayerInputs<bf16, float>& from, const NsaShape& s,
+                        bool warpgroups, WorkspacePieces pieces, cudaStream_t stream) {
+    const BackwardArrays<bf16, float> d = to.of(branch, false, from.dout, s);
+    const InputArrays<bf16> in = from.of(branch);
     const AttentionShape a = attention_shape(branch, s, 0);
-    const SelectedChoice* choice = nullptr;
-    bool dkdv_is_done = false;
-    if (a.keys == 0) {  // dk and dv have no element
-        if (!d.add) CUDA_CHECK(cudaMemsetAsync(d.dq, 0, s.query_rows() * D * sizeof(float), stream));
-        return;
-    }
-    WorkspacePieces pieces{static_cast<char*>(workspace.data)};
+    if (a.keys == 0) return;  // dk and dv have no element
     float* partial = nullptr;
     if constexpr (branch == CMP) partial = cmp_partial_sums<D>(pieces, s);
-    if constexpr (branch == SLC) {
-        const SelectedKernel kernel = resolve_selected<D>(asked, s);
-        choice = choose_selected<D>(kernel, asked.warpgroups, pieces, workspace.choice, in.selection, s, stream);
-        if (kernel != SelectedKernel::TILES)
-            launch_gather_backward<D>(d, in, s, asked.warpgroups, choice, pieces, stream);
-        if (kernel == SelectedKernel::GATHER) return;
-        dkdv_is_done = kernel == SelectedKernel::AUTO;
-    }
-    const unsigned query_tiles = unsigned(a.tiles * a.batch_groups);
     const size_t used_bytes = shared_bytes({branch == SLC ? tile_words(a.queries) * sizeof(uint32_t) : 0});
-    auto run = [&](auto multiplier) {
+    with_multiplier<D>(warpgroups, [&](auto multiplier) {
         constexpr Multiplier by = decltype(multiplier)::value;
         constexpr int KEYS = dkdv_keys<branch, D, by>(), THREADS = dkdv_threads<D, KEYS, by>();
-        using Block = QueryBlock<branch, D, true, by>;
-        if constexpr (by == WARPGROUP)
-            launch<warpgroup_dq_kernel<branch, D>>(query_tiles, Block::threads(a), Block::bytes(a), stream, d, in,
-                                                   choice, a);
-        else
-            launch<attention_dq_kernel<branch, D>>(query_tiles, Block::threads(a), Block::bytes(a), stream, d, in,
-                                                   choice, a);
-        if (dkdv_is_done) return;
         const unsigned blocks = unsigned((a.keys + KEYS - 1) / KEYS * a.batch_groups * a.parts);
         const size_t bytes = TokenBuffers<branch, D, KEYS, by>::bytes() + used_bytes;
         if constexpr (by == WARPGROUP)
@@ -1852,12 +1904,45 @@ inline void launch_attention_backward(const BackwardArrays<bf16, float>& d, cons
         else
             launch<attention_dkdv_kernel<branch, D>>(blocks, THREADS, bytes, stream, d.dk, d.dv, partial, d.dout, in.q,
                                                      in.k, in.v, d.row_dot, d.lse_gated, in.selection, a);
-    };
-    with_multiplier<D>(asked.warpgroups, run);
+    });
     if constexpr (branch == CMP)
         if (a.parts > 1)
             launch<add_parts_kernel<D>>(unsigned(key_tiles(a) * a.batch_groups), 256, 0, stream, d.dk, d.dv,
                                         (const float*)partial, a);
+}
+// One kernel makes dQ of all branches, row terms included, which dK and dV then read. Gathered rows, where they may be
+// chosen, have made the selected branch's share before. scratch: from its beginning for each of these.
+template <int D>
+inline void launch_attention_backward(const LayerGradients<bf16, float>& d, const LayerInputs<bf16, float>& in,
+                                      const kernels::Rope& rope, const NsaShape& s, unsigned branches,
+                                      AttentionPath asked, AttentionWorkspace workspace, cudaStream_t stream) {
+    const WorkspacePieces scratch{static_cast<char*>(workspace.data)};
+    const bool selects = branches >> SLC & 1;
+    const SelectedKernel dq = selects ? resolve_dq<D>(asked, s) : SelectedKernel::TILES;
+    DqOptions options = {rope, s.projected(), nullptr, nullptr, branches, s.full ? WIN : CMP};
+    if (dq != SelectedKernel::TILES) {
+        WorkspacePieces pieces = scratch;
+        options.choice = choose_selected<D>(dq, asked.warpgroups, pieces, workspace.choice, in.selection, s, stream);
+        float* const gathered = gathered_dq<D>(pieces, s);
+        launch_gather_dq<D>(gathered, d, in, s, options.choice, stream);
+        options.gathered = gathered;
+    }
+    const AttentionShape a = attention_shape(WIN, s, 0), cmp = attention_shape(CMP, s, 0);  // SLC's is WIN's
+    with_multiplier<D>(asked.warpgroups, [&](auto multiplier) {
+        constexpr Multiplier by = decltype(multiplier)::value;
+        using Rows = QueryRows<D, true, by>;
+        const unsigned blocks = unsigned(a.tiles * a.batch_groups);
+        const size_t bytes = Rows::bytes(a, selects);
+        if constexpr (by == WARPGROUP)
+            launch<warpgroup_dq_kernel<D>>(blocks, Rows::threads(a), bytes, stream, d, in, options, a, cmp);
+        else launch<attention_dq_kernel<D>>(blocks, Rows::threads(a), bytes, stream, d, in, options, a, cmp);
+    });
+    if (branches >> WIN & 1) launch_dkdv<WIN, D>(d, in, s, asked.warpgroups, scratch, stream);
+    if (branches >> CMP & 1) launch_dkdv<CMP, D>(d, in, s, asked.warpgroups, scratch, stream);
+    if (!selects) return;
+    if (resolve_selected<D>(asked, s) == SelectedKernel::TILES)
+        launch_dkdv<SLC, D>(d, in, s, asked.warpgroups, scratch, stream);
+    else launch_gather_dkdv<D>(d.of(SLC, false, in.dout, s), in.of(SLC), s, asked.warpgroups, scratch, stream);
 }
 
 // Shared memory of a block of select_blocks_kernel, which holds the importances of all selection blocks for some
@@ -1908,14 +1993,16 @@ inline void attention_forward(Branch branch, bf16* out, float* lse, const bf16* 
         launch_attention_forward<b(), D()>(out, lse, q, k, v, selection, s, path, workspace, stream);
     });
 }
-// Shapes and formulas as in Cpu. A query has chosen at most max(slc_count, 3) blocks.
-inline void attention_backward(Branch branch, const BackwardArrays<bf16, float>& d, const InputArrays<bf16>& in,
-                               const NsaShape& s, AttentionPath path, AttentionWorkspace workspace,
-                               cudaStream_t stream) {
-    check_attention_shape(branch, s);
+// Shapes and formulas as in Cpu::branches_backward, of these branches, bits. A query has chosen at most max(slc_count,
+// 3) blocks.
+inline void attention_backward(const LayerGradients<bf16, float>& d, const LayerInputs<bf16, float>& in,
+                               const kernels::Rope& rope, const NsaShape& s, unsigned branches, AttentionPath path,
+                               AttentionWorkspace workspace, cudaStream_t stream) {
+    for (const Branch branch : {CMP, SLC, WIN})
+        if (branches >> branch & 1) check_attention_shape(branch, s);
     if (s.query_rows() == 0) return;
-    with_branch_and_dimension(
-        branch, s.D, [&](auto b, auto D) { launch_attention_backward<b(), D()>(d, in, s, path, workspace, stream); });
+    with_head_dimension(
+        s.D, [&](auto D) { launch_attention_backward<D()>(d, in, rope, s, branches, path, workspace, stream); });
 }
 // selection [B, G, queries, words] = the blocks that each query and group attends to, by q [B, H, queries, D], kc [B,
 // G, NC, D] and the compressed branch's lse [B, H, queries]; chosen_importance [B, G, queries], where given: their
@@ -2250,18 +2337,33 @@ struct Cuda : CudaOptimiser {
 #ifndef PRECISION_FP32
         if (!plain_attention)
             return ::attention_forward(branch, out, lse, q, k, v, selection, s, attention_path(),
-                                       attention_workspace(branch, s, false), stream);
+                                       attention_workspace(attention_forward_bytes(branch, s, attention_path())),
+                                       stream);
 #endif
         plain::attention_forward(branch, out, lse, q, k, v, selection, s, stream);
     }
+    // From dout to the gradients of a layer's q, keys, values and gates. The kernels on tensor cores need no dq in
+    // memory but for the norm of q.
+    bool wants_dq(const NsaShape& s) const { return plain_attention || s.qk_norm; }
+    void branches_backward(const LayerGradients<real, Stat>& d, const LayerInputs<real, Stat>& in, const NsaShape& s) {
+        if (plain_attention) return backward_by_branches(*this, d, in, s);
+#ifndef PRECISION_FP32
+        const ProfileRange range("attention backward");
+        backward_on_tensor_cores(s.full ? 1u << WIN : EVERY_BRANCH, d, in, s);
+#endif
+    }
+#ifndef PRECISION_FP32
+    // Of these branches, bits.
+    void backward_on_tensor_cores(unsigned branches, const LayerGradients<real, Stat>& d,
+                                  const LayerInputs<real, Stat>& in, const NsaShape& s) {
+        ::attention_backward(d, in, d.dq ? kernels::Rope() : prepare_rope(s), s, branches, attention_path(),
+                             attention_workspace(attention_backward_bytes(s, attention_path())), stream);
+    }
+#endif
+    // Of a branch, by the plain kernels.
     void attention_backward(Branch branch, const BackwardArrays<real, Stat>& d, const InputArrays<real>& in,
                             const NsaShape& s) {
         const ProfileRange range(ATTENTION_NAMES[branch]);
-#ifndef PRECISION_FP32
-        if (!plain_attention)
-            return ::attention_backward(branch, d, in, s, attention_path(), attention_workspace(branch, s, true),
-                                        stream);
-#endif
         plain::attention_backward(branch, d, in, s, stream);
     }
     // selection [B, G, queries, words]; chosen_importance, where given, [B, G, queries]
@@ -2316,9 +2418,12 @@ struct Cuda : CudaOptimiser {
     std::string describe_selected(const NsaShape& s) {
         if (s.full) return "no selected branch";
         if (plain_attention) return format_text("selected branch by %s", ATTENTION_KERNELS[PLAIN_KERNEL].words);
-        SelectedKernel kernel = selected_kernel;
+        SelectedKernel kernel = selected_kernel, dkdv = kernel;
 #ifndef PRECISION_FP32
-        with_head_dimension(s.D, [&](auto D) { kernel = resolve_selected<D()>(attention_path(), s); });
+        with_head_dimension(s.D, [&](auto D) {
+            kernel = resolve_dq<D()>(attention_path(), s);
+            dkdv = resolve_selected<D()>(attention_path(), s);
+        });
 #endif
         if (kernel == SelectedKernel::AUTO) {
             SelectedChoice choice;
@@ -2327,14 +2432,15 @@ struct Cuda : CudaOptimiser {
             return "selected branch by masked tiles or gathered rows, as the selection will show";
         }
         return format_text(
-            "selected branch by %s, %s",
+            "selected branch by %s, %s%s",
             ATTENTION_KERNELS[kernel != SelectedKernel::TILES     ? GATHERED_ROWS_KERNEL
                               : warpgroups && has_warpgroups(s.D) ? WARPGROUPS_KERNEL
                                                                   : TENSOR_CORES_KERNEL]
                 .words,
             selected_kernel == kernel
                 ? "as asked"
-                : "since gathering rows cannot pay in sequences so short, or has no room for so many heads");
+                : "since gathering rows cannot pay in sequences so short, or has no room for so many heads",
+            kernel == dkdv ? "" : "; dK and dV by gathered rows");
     }
 
   private:
@@ -2345,8 +2451,7 @@ struct Cuda : CudaOptimiser {
 
     AttentionPath attention_path() const { return {selected_kernel, warpgroups}; }
 #ifndef PRECISION_FP32
-    AttentionWorkspace attention_workspace(Branch branch, const NsaShape& s, bool backward) {
-        const size_t bytes = attention_workspace_bytes(branch, s, attention_path(), backward);
+    AttentionWorkspace attention_workspace(size_t bytes) {
         return {bytes ? scratch<char>(0, bytes) : nullptr, selected_choice};
     }
 #endif

@@ -316,7 +316,7 @@ struct Model {
     BUFFER(real, dnormed,     count(N * C), there(training), "dnormed (N, C)")                             \
     BUFFER(real, dattn,       count(N * s.H * D), there(training), "dattn (N, H*D)")                       \
     BUFFER(real, dmlp,        count(N * M), there(training), "dmlp (N, M)")                                \
-    BUFFER(Stat, dq,          count(N * s.H * D), there(training), "dq (B, H, T, D)")                      \
+    BUFFER(Stat, dq,          count(N * s.H * D), there(training && dev.wants_dq(s)), "dq (B, H, T, D)")   \
     BUFFER(real, dkv,         count(kv_rows * 2 * D), there(training), "dkv (3, B, G, T, 2*D)")            \
     BUFFER(Stat, dgate,       count(gates), there(training), "dgate (3, B, H, T)")                         \
     BUFFER(real, dcompressed, count(cmp_rows * 2 * D), there(training), "dcompressed (B, G, NC, 2*D)")     \
@@ -568,7 +568,6 @@ void recompute_layer(Model<Dev>& model, Activations<Dev>& a, size_t i) {
 // From a.dattn to the gradients of q, the keys, the values and the gate.
 template <class Dev>
 void backward_branches(Model<Dev>& model, Activations<Dev>& a, size_t i) {
-    using real = typename Dev::real;
     Dev& dev = model.dev;
     const NsaShape s = a.shape.of_layer(i);
     auto& acts = a.layer[i];
@@ -576,21 +575,26 @@ void backward_branches(Model<Dev>& model, Activations<Dev>& a, size_t i) {
     const auto& dw = model.dw.layer[i];
     const auto h = a.heads(acts, s);
     const auto d = a.head_gradients(s);
-    const size_t rows = s.query_rows(), kv = s.cmp_rows() * s.D;
+    const size_t kv = s.cmp_rows() * s.D;
 
-    // attn = sum of gate * branch
-    dev.attention_backward_rows(a.row_dot, a.lse_gated, a.dgate, a.dattn, acts.o, acts.gate, acts.lse, s);
-    // branch = softmax(q k^T / sqrt(D)) v. The window goes first: every query has keys there, so it writes the dq that
-    // the other branches add to.
-    auto branch_backward = [&](Branch branch, real* dk, real* dv, const real* k, const real* v) {
-        const size_t at = size_t(s.branch_slot(branch)) * rows;
-        dev.attention_backward(branch, {a.dq, branch != WIN, dk, dv, a.dattn, a.row_dot + at, a.lse_gated + at},
-                               {acts.q, k, v, acts.selection}, s);
-    };
-    branch_backward(WIN, d.kv[K_WIN], d.kv[V_WIN], h.kv[K_WIN], h.kv[V_WIN]);
+    // attn = sum of gate * branch, branch = softmax(q k^T / sqrt(D)) v
+    dev.branches_backward({acts.projected,
+                           d.q,
+                           {a.dcompressed, d.kv[K_SLC], d.kv[K_WIN]},
+                           {a.dcompressed + kv, d.kv[V_SLC], d.kv[V_WIN]},
+                           a.dgate,
+                           a.row_dot,
+                           a.lse_gated},
+                          {acts.q,
+                           {acts.compressed, h.kv[K_SLC], h.kv[K_WIN]},
+                           {acts.compressed + kv, h.kv[V_SLC], h.kv[V_WIN]},
+                           acts.selection,
+                           a.dattn,
+                           acts.o,
+                           s.full ? nullptr : acts.gate,
+                           acts.lse},
+                          s);
     if (s.full) return;
-    branch_backward(SLC, d.kv[K_SLC], d.kv[V_SLC], h.kv[K_SLC], h.kv[V_SLC]);
-    branch_backward(CMP, a.dcompressed, a.dcompressed + kv, acts.compressed, acts.compressed + kv);
     // compressed = phi(blocks of k_cmp), phi(blocks of v_cmp)
     dev.compress_backward(d.kv[K_CMP], d.kv[V_CMP], dw.phis(), a.dcompressed, acts.phi_hidden, h.kv[K_CMP], h.kv[V_CMP],
                           w.phis(), s);

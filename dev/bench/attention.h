@@ -140,7 +140,32 @@ struct AttentionSet {
     real* dkey(int slot) const { return dkv + size_t(slot) * s.key_rows() * s.D; }
     Cuda::Heads heads() const { return {q, {key(0), key(1), key(2), key(3), key(4), key(5)}, gate}; }
     Cuda::HeadGradients head_gradients() const {
-        return {dq, {dkey(0), dkey(1), dkey(2), dkey(3), dkey(4), dkey(5)}, dgate};
+        return {dev.wants_dq(s) ? dq : nullptr, {dkey(0), dkey(1), dkey(2), dkey(3), dkey(4), dkey(5)}, dgate};
+    }
+    // The backward pass of one branch of this shape, with its row terms where the kernels compute them themselves. dq:
+    // whether to store that instead of q's columns of dprojected.
+    void branch_backward(Branch b, const uint32_t* selection, const NsaShape& shape, bool stores_dq = false) {
+        const size_t v = s.cmp_rows() * size_t(s.D), at = size_t(shape.branch_slot(b)) * shape.query_rows();
+        const LayerGradients<real, float> d = {dprojected,
+                                               stores_dq ? dq : nullptr,
+                                               {dcompressed, dkey(K_SLC), dkey(K_WIN)},
+                                               {dcompressed + v, dkey(V_SLC), dkey(V_WIN)},
+                                               dgate,
+                                               row_dot,
+                                               lse_gated};
+        const LayerInputs<real, float> in = {q,
+                                             {compressed, key(K_SLC), key(K_WIN)},
+                                             {compressed + v, key(V_SLC), key(V_WIN)},
+                                             selection,
+                                             dout,
+                                             o,
+                                             shape.full ? nullptr : gate,
+                                             lse};
+#ifndef PRECISION_FP32
+        if (!dev.plain_attention) return dev.backward_on_tensor_cores(1u << b, d, in, shape);
+#endif
+        dev.Cuda::attention_backward(b, {dq, b != WIN, d.dk[b], d.dv[b], dout, row_dot + at, lse + at},
+                                     {q, in.k[b], in.v[b], selection}, shape);
     }
     // The compressors: fc1, bias, fc2 of keys, then of values, each in whole 256 bytes, as in the model.
     size_t phi_part(size_t count) const { return (count + 127) / 128 * 128; }
@@ -245,25 +270,24 @@ inline std::vector<AttentionRow> time_attention(Timed<Cuda>& dev, const NsaShape
     // k, v: keys and values of this branch; dk, dv: their gradients
     auto branch = [&](const std::string& name, Branch b, const NsaShape& shape, uint32_t* AttentionSet::*selection,
                       int whole) {
-        AttentionRow& row =
-            add(name, attention_forward_work(b, shape, real), attention_backward_work(b, shape, real), whole);
+        AttentionRow& row = add(name, attention_forward_work(b, shape, real),
+                                dev.plain_attention ? attention_backward_work(b, shape, real)
+                                                    : branches_backward_work(shape, real, 1u << b),
+                                whole);
         auto selected = [&](AttentionSet& x) { return selection ? x.*selection : nullptr; };
         auto k = [&](AttentionSet& x) { return b == CMP ? x.compressed : x.key(b == SLC ? K_SLC : K_WIN); };
-        auto dk = [&](AttentionSet& x) { return b == CMP ? x.dcompressed : x.dkey(b == SLC ? K_SLC : K_WIN); };
         const size_t v = b == CMP ? kc : s.key_rows() * D;
         const size_t at = size_t(shape.branch_slot(b)) * n;
         row.us[0] = time([&](AttentionSet& x) {
             dev.Cuda::attention_forward(b, x.o + at * D, x.lse + at, x.q, k(x), k(x) + v, selected(x), shape);
         });
-        row.us[1] = time([&](AttentionSet& x) {
-            dev.Cuda::attention_backward(b, {x.dq, b != WIN, dk(x), dk(x) + v, x.dout, x.row_dot + at, x.lse + at},
-                                         {x.q, k(x), k(x) + v, selected(x)}, shape);
-        });
+        row.us[1] = time([&](AttentionSet& x) { x.branch_backward(b, selected(x), shape); });
     };
     auto sum = [&](const std::string& name, const NsaShape& shape, int whole) {
-        AttentionRow& row =
-            add(name, combine_forward_work(shape, real), attention_backward_rows_work(shape, real), whole);
+        AttentionRow& row = add(name, combine_forward_work(shape, real),
+                                dev.plain_attention ? attention_backward_rows_work(shape, real) : Work{}, whole);
         row.us[0] = time([&](AttentionSet& x) { dev.Cuda::combine_forward(x.combined, x.o, x.gate, shape); });
+        if (!dev.plain_attention) return;  // the kernels of the branches make the row terms
         row.us[1] = time([&](AttentionSet& x) {
             dev.Cuda::attention_backward_rows(x.row_dot, x.lse_gated, x.dgate, x.dout, x.o, x.gate, x.lse, shape);
         });
@@ -302,7 +326,7 @@ inline std::vector<AttentionRow> time_attention(Timed<Cuda>& dev, const NsaShape
     }
     dev.selected_kernel = asked;
     branch("window", WIN, s, nullptr, NSA);
-    sum("gated sum, row terms", s, NSA);
+    sum("gated sum", s, NSA);
     AttentionRow& phi =
         add("phi of keys and values", compress_forward_work(s, real), compress_backward_work(s, real), NSA);
     phi.us[0] = compressed;
@@ -310,8 +334,8 @@ inline std::vector<AttentionRow> time_attention(Timed<Cuda>& dev, const NsaShape
         dev.Cuda::compress_backward(x.dkey(K_CMP), x.dkey(V_CMP), x.phis_at(x.dphi), x.dcompressed, x.hidden,
                                     x.key(K_CMP), x.key(V_CMP), x.phis_at(x.phi), s);
     });
-    AttentionRow& heads =
-        add("split and rotated heads", split_heads_forward_work(s, real), split_heads_backward_work(s, real), NSA);
+    AttentionRow& heads = add("split and rotated heads", split_heads_forward_work(s, real),
+                              split_heads_backward_work(s, real, dev.wants_dq(s)), NSA);
     heads.us[0] = split, heads.us[1] = split_heads_backward(s);
     add_whole(WHOLE_UNIFORM, NSA_UNIFORM), add_whole(WHOLE_SCATTERED, NSA_SCATTERED);
     add_whole(WHOLE_SHARED, NSA_SHARED);
@@ -321,9 +345,9 @@ inline std::vector<AttentionRow> time_attention(Timed<Cuda>& dev, const NsaShape
     full.full = true;
     const double full_split = split_heads_forward(full);
     branch("full: attention", WIN, full, nullptr, FULL);
-    sum("full: merged heads, row terms", full, FULL);
+    sum("full: merged heads", full, FULL);
     AttentionRow& full_heads = add("full: split and rotated heads", split_heads_forward_work(full, real),
-                                   split_heads_backward_work(full, real), FULL);
+                                   split_heads_backward_work(full, real, dev.wants_dq(full)), FULL);
     full_heads.us[0] = full_split, full_heads.us[1] = split_heads_backward(full);
     add_whole(WHOLE_FULL, FULL);
     return rows;

@@ -52,6 +52,19 @@ inline Work attention_backward_work(Branch branch, const NsaShape& s, double rea
                                                       4 * ((branch == WIN ? 1 : 2) * q + 2 * double(s.query_rows())) +
                                                       (branch == SLC ? selection_bytes(s) : 0)};
 }
+// Of these branches, bits, by kernels that make the row terms themselves, from the outputs, lse and the gates, and
+// store dq once, as q's columns of dprojected.
+inline Work branches_backward_work(const NsaShape& s, double real, unsigned branches = ~0u) {
+    const double rows = double(s.query_rows()), q = rows * s.D;
+    Work work = {0, real * q};
+    for (const Branch branch : {CMP, SLC, WIN}) {
+        if (!s.has(branch) || !(branches >> branch & 1)) continue;
+        const Work one = attention_backward_work(branch, s, real);
+        work.flops += one.flops + 2 * q;
+        work.bytes += one.bytes - 4 * (branch == WIN ? 1 : 2) * q + real * q + 4 * rows * (s.full ? 3 : 5);
+    }
+    return work;
+}
 // Scores of the queries that have to choose. q, the compressed keys, lse, the selection
 inline Work select_blocks_work(const NsaShape& s, double real) {
     NsaShape choosing = s;
@@ -66,10 +79,12 @@ inline Work split_heads_forward_work(const NsaShape& s, double real) {
     return {3 * tokens * (s.H + (s.full ? 1 : 2) * s.G) * s.D,
             tokens * (real * (s.projected() + heads) + (s.full ? 0 : 4.0 * 3 * s.H))};
 }
-// The same backwards, with dq in fp32.
-inline Work split_heads_backward_work(const NsaShape& s, double real) {
+// The same backwards, with dq in fp32, or without q.
+inline Work split_heads_backward_work(const NsaShape& s, double real, bool with_q) {
     Work work = split_heads_forward_work(s, real);
-    work.bytes += (4 - real) * double(s.B) * s.queries * s.H * s.D;
+    const double q = double(s.B) * s.queries * s.H * s.D;
+    work.bytes += with_q ? (4 - real) * q : -2 * real * q;
+    if (!with_q) work.flops -= 3 * q;
     return work;
 }
 // phi, for keys and for values: fc1 and fc2 for each compressed block. Keys, compressed blocks, the hidden layer; fc1,
@@ -91,6 +106,7 @@ inline Work combine_forward_work(const NsaShape& s, double real) {
     const double rows = double(s.query_rows()), branches = s.full ? 1 : 3;
     return {2 * branches * rows * s.D, real * (branches + 1) * rows * s.D + (s.full ? 0 : 4 * branches * rows)};
 }
+
 // dout, the branches' outputs; lse, row_dot, lse_gated, and with gates those and their gradients
 inline Work attention_backward_rows_work(const NsaShape& s, double real) {
     const double rows = double(s.query_rows()), branches = s.full ? 1 : 3;
@@ -268,7 +284,7 @@ struct Timed : Dev {
     }
     void split_heads_backward(real* dprojected, typename Dev::Grad* dgains, typename Dev::HeadGradients d,
                               const real* gains, const NsaShape& s) {
-        clock("split_heads_backward", split_heads_backward_work(s, sizeof(real)),
+        clock("split_heads_backward", split_heads_backward_work(s, sizeof(real), d.q),
               [&] { Dev::split_heads_backward(dprojected, dgains, d, gains, s); });
     }
     void compress_forward(real* out, real* hidden, const real* k, const real* v, const typename Dev::Phis& phi,
@@ -292,6 +308,13 @@ struct Timed : Dev {
                             const NsaShape& s) {
         clock("attention_backward, " + branch_name(branch, s), attention_backward_work(branch, s, sizeof(real)),
               [&] { Dev::attention_backward(branch, d, in, s); });
+    }
+    void branches_backward(const LayerGradients<real, Stat>& d, const LayerInputs<real, Stat>& in, const NsaShape& s) {
+        if constexpr (!Dev::on_host)
+            if (!this->plain_attention)
+                return clock(s.full ? "attention_backward, full attention" : "attention_backward, all branches",
+                             branches_backward_work(s, sizeof(real)), [&] { Dev::branches_backward(d, in, s); });
+        backward_by_branches(*this, d, in, s);
     }
     void select_blocks(uint32_t* selection, Stat* chosen_importance, const real* q, const real* kc, const Stat* lse,
                        const NsaShape& s) {

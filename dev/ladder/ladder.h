@@ -31,8 +31,8 @@ struct LadderRun {
     Cuda& dev;
     NsaShape s;
     Branch branch;
-    Cuda::real *q, *k, *v, *dout, *out, *dk, *dv;
-    float *lse, *row_dot, *dq;
+    Cuda::real *q, *k, *v, *dout, *out, *dk, *dv, *zeros;
+    float *lse, *row_dot, *dq, *all_lse, *all_row_dot, *lse_gated;  // lse and row_dot: the branch's
     uint32_t* selection;
     size_t keys;
 
@@ -42,16 +42,19 @@ struct LadderRun {
         q = random(rows * D, 1), k = random(keys * D, 2), v = random(keys * D, 3), dout = random(rows * D, 4);
         out = dev.allocate<Cuda::real>(rows * D), dk = dev.allocate<Cuda::real>(keys * D),
         dv = dev.allocate<Cuda::real>(keys * D);
-        lse = dev.allocate<float>(rows), row_dot = dev.allocate<float>(rows), dq = dev.allocate<float>(rows * D);
-        dev.zero(row_dot, rows);
+        const size_t all_rows = size_t(s.branches()) * rows, at = size_t(s.branch_slot(b)) * rows;
+        for (float** p : {&all_lse, &all_row_dot, &lse_gated}) *p = dev.allocate<float>(all_rows);
+        lse = all_lse + at, row_dot = all_row_dot + at, dq = dev.allocate<float>(rows * D);
+        zeros = dev.allocate<Cuda::real>(all_rows * D);
+        dev.zero(all_row_dot, all_rows), dev.zero(zeros, all_rows * D);
         const std::vector<uint32_t> masks = random_selection();
         selection = dev.allocate<uint32_t>(masks.size());
         dev.copy(selection, masks.data(), masks.size());
     }
     LadderRun(const LadderRun&) = delete;
     ~LadderRun() {
-        for (Cuda::real* p : {q, k, v, dout, out, dk, dv}) dev.release(p);
-        for (float* p : {lse, row_dot, dq}) dev.release(p);
+        for (Cuda::real* p : {q, k, v, dout, out, dk, dv, zeros}) dev.release(p);
+        for (float* p : {all_lse, all_row_dot, lse_gated, dq}) dev.release(p);
         dev.release(selection);
     }
     // Whether a rung has kernels of its own for this branch, this build and this device's code.
@@ -80,6 +83,14 @@ struct LadderRun {
                                             dev.stream);
 #endif
         choose(rung);
+#ifndef PRECISION_FP32
+        if (rung != PLAIN) {  // the row terms are dout . 0 and the gate 1, here too
+            LayerGradients<Cuda::real, float> d = {nullptr, dq, {}, {}, nullptr, all_row_dot, lse_gated};
+            LayerInputs<Cuda::real, float> in = {q, {}, {}, selection, dout, zeros, nullptr, all_lse};
+            d.dk[branch] = dk, d.dv[branch] = dv, in.k[branch] = k, in.v[branch] = v;
+            return dev.backward_on_tensor_cores(1u << branch, d, in, s);
+        }
+#endif
         dev.attention_backward(branch, {dq, false, dk, dv, dout, row_dot, lse}, {q, k, v, selection}, s);
     }
     std::vector<float> results() {  // out, dq, dk, dv one after another

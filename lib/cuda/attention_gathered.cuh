@@ -358,16 +358,25 @@ __global__ void __launch_bounds__(GATHER_WARPS * 32, D > 64 ? 1 : 2)
     });
 }
 
-// As attention_dq_kernel<SLC>.
+// dq [B, H, queries, D] = dS k of the selected branch, without the scale, as the walk over its tiles in
+// attention_dq_kernel.
 //     mma 154 / 307, ldmatrix and sums 288 / 576, exponentials 64 / 64, instructions 182 / 267
 template <int D>
 __global__ void __launch_bounds__(GATHER_WARPS * 32, D > 64 ? 1 : 2)
-    gather_dq_kernel(BackwardArrays<bf16, float> d, InputArrays<bf16> in, const SelectedChoice* choice,
-                     AttentionShape s) {
+    gather_dq_kernel(float* dq, LayerGradients<bf16, float> d, LayerInputs<bf16, float> in,
+                     const SelectedChoice* choice, AttentionShape s) {
     if (choice && !choice->gather) return;
-    const GatherBlock<D, true> block(in.q, d.dout, in.k, in.v, in.selection, s);
-    for (int i = threadIdx.x; i < block.rows; i += blockDim.x)  // -lse_gated in base 2, row_dot
-        block.statistics[i] = make_float2(-d.lse_gated[block.place_of(i, s)] * LOG2_E, d.row_dot[block.place_of(i, s)]);
+    const GatherBlock<D, true> block(in.q, in.dout, in.k[SLC], in.v[SLC], in.selection, s);
+    cp_async_wait<0>();
+    __syncthreads();  // the rows have arrived
+    for (int first = threadIdx.x / 32 * 8; first < block.rows; first += int(blockDim.x) / 4) {
+        const int row = first + int(threadIdx.x) % 32 / 4;
+        const bool exists = row < block.rows;
+        const size_t rows_before = size_t(SLC) * s.batch_groups * s.heads * s.queries;
+        const float2 of_row =
+            make_row_terms<D>(d, in, rows_before + block.place_of(row, s), exists, block.dout_tile, row);
+        if (exists && threadIdx.x % 4 == 0) block.statistics[row] = of_row;
+    }
     block.walk(s, [&](const GatheredRows& r, int key_tile, const bf16* k_tile, const bf16* v_tile) {
         float2 of_row[2];
 #pragma unroll
@@ -391,10 +400,9 @@ __global__ void __launch_bounds__(GATHER_WARPS * 32, D > 64 ? 1 : 2)
         add_to_sums<D>(block.sums, r, keep, ds, k_tile);
     });
     block.for_sums([&](int row, int column, const float4& four) {
-        float2* const columns = reinterpret_cast<float2*>(d.dq + block.place_of(row, s) * D + column);
-        const float2 low = d.add ? columns[0] : make_float2(0, 0), high = d.add ? columns[4] : make_float2(0, 0);
-        columns[0] = make_float2(low.x + four.x * s.scale, low.y + four.y * s.scale);
-        columns[4] = make_float2(high.x + four.z * s.scale, high.y + four.w * s.scale);
+        float2* const columns = reinterpret_cast<float2*>(dq + block.place_of(row, s) * D + column);
+        columns[0] = make_float2(four.x, four.y);
+        columns[4] = make_float2(four.z, four.w);
     });
 }
 
@@ -733,6 +741,11 @@ inline SelectedKernel resolve_selected(AttentionPath asked, const NsaShape& s, b
     const bool may = possible && auto_may_gather(D, backward);
     return may && s.queries >= GATHER_TOKENS && blocks > few ? SelectedKernel::AUTO : SelectedKernel::TILES;
 }
+// The same of dQ, whose gathered rows are multiplied by mma.sync.
+template <int D>
+inline SelectedKernel resolve_dq(AttentionPath asked, const NsaShape& s) {
+    return resolve_selected<D>(asked.selected, s);
+}
 
 template <int D>
 inline int* selection_counts(WorkspacePieces& pieces, const NsaShape& s) {
@@ -779,14 +792,21 @@ inline void launch_gather_forward(bf16* out, float* lse, const bf16* q, const bf
                                      gather_shared_bytes<D>(a, false), stream, out, lse, q, k, v, selection, choice, a);
 }
 template <int D>
-inline void launch_gather_backward(const BackwardArrays<bf16, float>& d, const InputArrays<bf16>& in, const NsaShape& s,
-                                   bool warpgroups, const SelectedChoice* choice, WorkspacePieces& pieces,
-                                   cudaStream_t stream) {
+inline float* gathered_dq(WorkspacePieces& pieces, const NsaShape& s) {
+    return pieces.take<float>(s.query_rows() * D);
+}
+template <int D>
+inline void launch_gather_dq(float* dq, const LayerGradients<bf16, float>& d, const LayerInputs<bf16, float>& in,
+                             const NsaShape& s, const SelectedChoice* choice, cudaStream_t stream) {
+    const AttentionShape a = gather_shape<D>(s, true);
+    launch<gather_dq_kernel<D>>(unsigned(a.tiles * a.batch_groups), gather_threads(a), gather_shared_bytes<D>(a, true),
+                                stream, dq, d, in, choice, a);
+}
+template <int D>
+inline void launch_gather_dkdv(const BackwardArrays<bf16, float>& d, const InputArrays<bf16>& in, const NsaShape& s,
+                               bool warpgroups, WorkspacePieces pieces, cudaStream_t stream) {
     const AttentionShape a = gather_shape<D>(s, true);
     const GatherPlan plan = gather_plan<D>(pieces, s);
-    launch<gather_dq_kernel<D>>(unsigned(a.tiles * a.batch_groups), gather_threads(a), gather_shared_bytes<D>(a, true),
-                                stream, d, in, choice, a);
-
     const int all_units = plan.units * a.batch_groups;
     launch<transpose_selection_kernel>(unsigned(plan.token_words * a.batch_groups), 128, 0, stream, plan, in.selection,
                                        a);

@@ -331,11 +331,6 @@ __device__ inline RowOfTile row_of_tile(const QueryTile& tile, int row, const At
 __device__ inline long long row_of_query(const QueryTile& tile, int head, int token, const AttentionShape& s) {
     return ((long long)tile.bg * s.heads + head) * s.queries + tile.j0 + token;
 }
-// The same for a row of the tile, or -1 if it is no query.
-__device__ inline long long query_row(const QueryTile& tile, int row, const AttentionShape& s) {
-    const RowOfTile r = row_of_tile(tile, row, s);
-    return r.query ? row_of_query(tile, r.head, r.token, s) : -1;
-}
 // Where the tile's first row begins in q [B, H, queries, D] and in dout [B, queries, H, D]
 template <int D>
 __device__ inline size_t q_offset(const QueryTile& tile, const AttentionShape& s) {
@@ -498,52 +493,97 @@ __device__ inline void for_key_tiles(const KeyBuffers<D, BACKWARD>& keys, const 
     }
 }
 
-// The block of the forward and the dQ kernel by masked tiles: it owns a tile of queries, each of its warps some of the
-// rows, and walks the tiles of keys that one of the queries may see.
-// BACKWARD: dQ, which needs the rows of dout too.
-template <Branch branch, int D, bool BACKWARD, Multiplier by = WARP>
-struct QueryBlock {
+// The rows of a tile of queries in the block that owns it, of the forward and the dQ kernel by masked tiles; each of
+// its warps has some of them. BACKWARD: dQ, which needs the rows of dout too.
+template <int D, bool BACKWARD, Multiplier by = WARP>
+struct QueryRows {
     static constexpr int M = row_pieces<D, BACKWARD, by>();
     static constexpr int BUFFERS = key_buffers<BACKWARD, by>();
     QueryTile tile;
-    int first_row, end_tile;    // the warp's first row; where the tiles of keys end
-    int first_end;              // end_of_keys of the tile's first token
-    unsigned ends;              // of this lane's rows, see ends_of_rows
-    const uint32_t* selection;  // of the tile's tokens
-    bf16 *q_tile, *dout_tile;
-    KeyBuffers<D, BACKWARD, by> keys;
-    uint32_t* used;
+    int first_row;  // of the warp
+    bf16 *k_tiles, *v_tiles, *q_tile, *dout_tile;
+    uint32_t* used;  // tiles of keys of the selected branch
 
-    // dout: not read in the forward pass
-    __device__ QueryBlock(const bf16* q, const bf16* dout, const bf16* k, const bf16* v, const uint32_t* all_selections,
-                          const AttentionShape& s) {
+    // Starts to copy them. dout: not read in the forward pass
+    __device__ QueryRows(const bf16* q, const bf16* dout, const uint32_t* all_selections, const AttentionShape& s) {
         DynamicShared shared;
         tile = query_tile(s);
-        end_tile = end_of_key_tiles<branch>(tile, s);
         first_row = threadIdx.x / 32 * 16 * M;
         const int rows = blockDim.x / 32 * 16 * M;
-        keys.k_tiles = shared.take<bf16>(BUFFERS * KEY_TILE * D);
-        keys.v_tiles = shared.take<bf16>(BUFFERS * KEY_TILE * D);
-        keys.k = k;
-        keys.v = v;
-        keys.group_row = tile.bg * s.key_stride;
+        k_tiles = shared.take<bf16>(BUFFERS * KEY_TILE * D);
+        v_tiles = shared.take<bf16>(BUFFERS * KEY_TILE * D);
         const int tile_rows =  // a constant where it is in an address of the walk
             by == WARPGROUP ? query_rows_of(COMPILED_GENERATION, D, BACKWARD) : s.query_rows;
         q_tile = shared.take<bf16>(tile_rows * D);
         dout_tile = nullptr;
         if constexpr (BACKWARD) dout_tile = shared.take<bf16>(tile_rows * D);
         used = nullptr;
-        selection = all_selections;
-        if (branch == SLC) {  // first, since its loads have nothing to do meanwhile but to wait
+        if (all_selections) {  // first, since its loads have nothing to do meanwhile but to wait
             used = shared.take<uint32_t>(tile_words(s.key_stride));
-            selection += (size_t(tile.bg) * s.queries + tile.j0) * s.words;
-            find_used_key_tiles(used, selection, tile.tokens, end_tile, s);
+            find_used_key_tiles(used, all_selections + (size_t(tile.bg) * s.queries + tile.j0) * s.words, tile.tokens,
+                                end_of_key_tiles<SLC>(tile, s), s);
         }
         copy_queries<D>(q_tile, q + q_offset<D>(tile, s), size_t(s.queries) * D, D, rows, tile, s);
         if constexpr (BACKWARD)
             copy_queries<D>(dout_tile, dout + dout_offset<D>(tile, s), D, size_t(s.H) * D, rows, tile, s);
         cp_async_commit();
-        if (branch == SLC) __syncthreads();
+        if (all_selections) __syncthreads();
+    }
+    // This lane's row i of piece m: its place in the tile, and that of its query, if it is one, in the model.
+    struct Row {
+        int place;
+        long long row;     // of [B, H, queries], or -1
+        int token;         // its position, counted from s.first; 0 where there is none
+        size_t token_row;  // row of [B, queries]
+        int head;
+    };
+    // Computed again each time, so that nothing of it stays in registers throughout the walk.
+    __device__ static Row row(int m, int i, const AttentionShape& s) {
+        const Indices again = indices_again();
+        const int place = int(again.thread / 32 * M + m) * 16 + i * 8 + int(again.thread % 32 / 4);
+        const QueryTile tile = query_tile(s, int(again.block));
+        const RowOfTile r = row_of_tile(tile, place, s);
+        const int token = r.query ? tile.j0 + r.token : 0;
+        return {place, r.query ? row_of_query(tile, r.head, r.token, s) : -1, token,
+                size_t(tile.bg / s.G) * s.queries + token, tile.bg % s.G * s.heads + r.head};
+    }
+    // Of the block: as many warps, or warpgroups, as the tile's rows fill.
+    static unsigned threads(const AttentionShape& s) {
+        constexpr int rows = by == WARPGROUP ? WARPGROUP_ROWS : 16 * M;
+        return unsigned((s.heads * s.tile_tokens + rows - 1) / rows * (rows / (16 * M)) * 32);
+    }
+    // Of shared memory; selects: there is a selected branch.
+    static size_t bytes(const AttentionShape& s, bool selects) {
+        const size_t query_tile = size_t(s.query_rows) * D * sizeof(bf16);
+        const size_t key_tiles = BUFFERS * KEY_TILE * D * sizeof(bf16);
+        const size_t bytes = shared_bytes({key_tiles, key_tiles, query_tile, BACKWARD ? query_tile : 0,
+                                           selects ? tile_words(s.key_stride) * sizeof(uint32_t) : 0});
+        check_shared_bytes(bytes, D);
+        return bytes;
+    }
+};
+// The same with the keys of a branch: the block walks the tiles that one of its queries may see.
+template <Branch branch, int D, bool BACKWARD, Multiplier by = WARP>
+struct QueryBlock : QueryRows<D, BACKWARD, by> {
+    using Rows = QueryRows<D, BACKWARD, by>;
+    using Rows::M, Rows::tile, Rows::used;
+    int end_tile;               // where the tiles of keys end
+    int first_end;              // end_of_keys of the tile's first token
+    unsigned ends;              // of this lane's rows, see ends_of_rows
+    const uint32_t* selection;  // of the tile's tokens
+    KeyBuffers<D, BACKWARD, by> keys;
+
+    __device__ QueryBlock(const Rows& rows, const bf16* k, const bf16* v, const uint32_t* all_selections,
+                          const AttentionShape& s)
+        : Rows(rows) {
+        if (BACKWARD) {  // computed again, so that the walks of other branches need not keep it
+            const Indices again = indices_again();
+            tile = query_tile(s, int(again.block));
+            this->first_row = int(again.thread) / 32 * 16 * M;
+        }
+        selection = branch == SLC ? all_selections + (size_t(tile.bg) * s.queries + tile.j0) * s.words : nullptr;
+        end_tile = end_of_key_tiles<branch>(tile, s);
+        keys = {rows.k_tiles, rows.v_tiles, k, v, tile.bg * s.key_stride};
     }
     // Starts to copy the first tile of keys, which it returns, and waits for the queries.
     __device__ int start(const AttentionShape& s) {
@@ -554,36 +594,8 @@ struct QueryBlock {
         if (by == WARPGROUP) async_fence();
         __syncthreads();  // the queries have arrived
         first_end = end_of_keys<branch>(s.first + tile.j0, s);
-        ends = ends_of_rows<branch, M>(tile, first_row, s);
+        ends = ends_of_rows<branch, M>(tile, this->first_row, s);
         return key_tile;
-    }
-    // Row of [B, H, queries] for this lane's row i of piece m, or -1
-    __device__ long long row(int m, int i, const AttentionShape& s) const {
-        if constexpr (by == WARPGROUP) {
-            // Computed again, so that nothing of it stays in registers throughout the walk.
-            const Indices again = indices_again();
-            const int row = int(again.thread / 32 * M + m) * 16 + i * 8 + int(again.thread % 32 / 4);
-            return query_row(query_tile(s, int(again.block)), row, s);
-        }
-        // With unsigned divisions: otherwise the compiler keeps the quotients of ends_of_rows, which are the same, in 8
-        // registers throughout the walk.
-        const unsigned row = first_row + m * 16 + i * 8 + threadIdx.x % 32 / 4, tokens = unsigned(s.tile_tokens);
-        const int head = int(row / tokens), token = int(row % tokens);
-        return head < s.heads && token < tile.tokens ? row_of_query(tile, head, token, s) : -1;
-    }
-    // Of the block: as many warps, or warpgroups, as the tile's rows fill.
-    static unsigned threads(const AttentionShape& s) {
-        constexpr int rows = by == WARPGROUP ? WARPGROUP_ROWS : 16 * M;
-        return unsigned((s.heads * s.tile_tokens + rows - 1) / rows * (rows / (16 * M)) * 32);
-    }
-    // Of shared memory.
-    static size_t bytes(const AttentionShape& s) {
-        const size_t query_tile = size_t(s.query_rows) * D * sizeof(bf16);
-        const size_t key_tiles = BUFFERS * KEY_TILE * D * sizeof(bf16);
-        const size_t bytes = shared_bytes({key_tiles, key_tiles, query_tile, BACKWARD ? query_tile : 0,
-                                           branch == SLC ? tile_words(s.key_stride) * sizeof(uint32_t) : 0});
-        check_shared_bytes(bytes, D);
-        return bytes;
     }
     // Calls visit(view, k_tile, v_tile) for each tile of keys of which this warp sees something.
     template <class Visit>
@@ -595,6 +607,31 @@ struct QueryBlock {
             });
     }
 };
+
+// Makes row_dot, lse_gated and dgate of row `at` of [branches, B, H, queries], if it `exists`, as
+// Cpu::attention_backward_rows does; returns -lse_gated in base 2, and row_dot. The row's dout is in a row of the tile.
+// Four neighbouring lanes have a row, and one of them stores.
+template <int D>
+__device__ inline float2 make_row_terms(const LayerGradients<bf16, float>& d, const LayerInputs<bf16, float>& in,
+                                        size_t at, bool exists, const bf16* dout_tile, int row) {
+    float dot = 0;
+    for (int chunk = threadIdx.x % 4; chunk < D / 8 && exists; chunk += 4) {
+        float a[8], b[8];
+        kernels::load(a, dout_tile + chunk_at<D>(row, chunk));
+        kernels::load(b, in.o + at * D + chunk * 8);
+#pragma unroll
+        for (int k = 0; k < 8; k++) dot += a[k] * b[k];
+    }
+    dot = row_sum(dot);
+    if (!exists) return make_float2(-INFINITY, 0);
+    const float g = in.gate ? in.gate[at] : 1, shift = in.lse[at] - logf(g);
+    if (threadIdx.x % 4 == 0) {
+        d.row_dot[at] = dot;
+        d.lse_gated[at] = shift;
+        if (in.gate) d.dgate[at] = dot * g * (1 - g);
+    }
+    return make_float2(-shift * LOG2_E, dot);
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // dK and dV: the keys stay in registers, and the tokens go by in tiles of 64, once for each head. S^T = k q^T and v

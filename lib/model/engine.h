@@ -199,7 +199,8 @@ struct Members : Formats<Dev> {
     // Full attention has no gates: gate is not written.
     NEEDS(void, split_heads_forward, (Heads out, const real* projected, const real* gains, const NsaShape& s));
     // dprojected = those gradients turned back; gate is already the logit's. 0 in the padding. Training shapes. With
-    // s.qk_norm, dprojected holds what was projected until it is written over, and dgains += their gradients.
+    // s.qk_norm, dprojected holds what was projected until it is written over, and dgains += their gradients. d.q may
+    // be null: then q's columns stay.
     NEEDS(void, split_heads_backward,
           (real * dprojected, Grad* dgains, HeadGradients d, const real* gains, const NsaShape& s));
 
@@ -229,16 +230,15 @@ struct Members : Formats<Dev> {
     // out [B*queries, H*D] = sum over branches of gate * o.  o [branches, B, H, queries, D]. In full attention the
     // gate is 1 and `gate` may be anything.
     NEEDS(void, combine_forward, (real * out, const real* o, const Stat* gate, const NsaShape& s));
-    // row_dot = dout . o, lse_gated = lse - ln(gate), dgate_logit = row_dot gate (1 - gate), all [branches, B, H,
-    // queries]; dout [B*queries, H*D]. A gate of 0 makes lse_gated +infinity. Full attention: dgate_logit stays.
-    NEEDS(void, attention_backward_rows,
-          (Stat * row_dot, Stat* lse_gated, Stat* dgate_logit, const real* dout, const real* o, const Stat* gate,
-           const Stat* lse, const NsaShape& s));
-    // P' = e^(q k^T / sqrt(D) - lse_gated), dS = P' (dout v^T - row_dot): d.dq = or, with d.add, += dS k / sqrt(D);
-    // d.dk = dS^T q / sqrt(D), d.dv = P'^T dout, 0 for keys that nobody sees. Training shapes.
-    using ToBackward = BackwardArrays<real, Stat>;
-    using Inputs = InputArrays<real>;
-    NEEDS(void, attention_backward, (Branch branch, const ToBackward& d, const Inputs& in, const NsaShape& s));
+    // The backward pass of all branches of a layer. Per branch row_dot = dout . o, lse_gated = lse - ln(gate), which a
+    // gate of 0 makes +infinity, and dgate = row_dot gate (1 - gate), which stays in full attention; P' = e^(q k^T /
+    // sqrt(D) - lse_gated), dS = P' (dout v^T - row_dot); dk = dS^T q / sqrt(D), dv = P'^T dout, 0 for keys that nobody
+    // sees. dq = the sum over branches of dS k / sqrt(D); without d.dq it is turned back and stored in d.dprojected.
+    // Training shapes.
+    using ToBackward = LayerGradients<real, Stat>;
+    using Inputs = LayerInputs<real, Stat>;
+    NEEDS(void, branches_backward, (const ToBackward& d, const Inputs& in, const NsaShape& s));
+    NEEDS(bool, wants_dq, (const NsaShape& s));  // whether it has to be given d.dq
 
     // ----- update
     NEEDS(void, add_sum, (Sum * total, const Stat* x, size_t count));  // *total += sum of x, in Sum
@@ -339,6 +339,17 @@ constexpr bool fulfils() {
 // True, or an error that names what is missing.
 template <class Dev>
 constexpr bool is_engine = contract::fulfils<Dev>();
+
+// branches_backward of an engine that has attention_backward_rows and attention_backward, which see nsa_cpu.h, and is
+// given dq.
+template <class Dev, class real, class Stat>
+void backward_by_branches(Dev& dev, const LayerGradients<real, Stat>& d, const LayerInputs<real, Stat>& in,
+                          const NsaShape& s) {
+    dev.attention_backward_rows(d.row_dot, d.lse_gated, d.dgate, in.dout, in.o, in.gate, in.lse, s);
+    // The window goes first: every query has keys there, so it writes the dq that the other branches add to.
+    for (const Branch branch : {WIN, SLC, CMP})
+        if (s.has(branch)) dev.attention_backward(branch, d.of(branch, branch != WIN, in.dout, s), in.of(branch), s);
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // What a build's engine for devices says of itself; Dev is void where the build has none.

@@ -151,6 +151,31 @@ struct BackwardArrays {
     const Stat *row_dot, *lse_gated;
 };
 
+// What a layer's backward pass of attention reads, by branch where it is an array: o [branches, B, H, T, D], gate and
+// lse [branches, B, H, T], dout [B*T, H*D] and what attention_forward read. In full attention the gate is 1 and `gate`
+// null.
+template <class T, class Stat>
+struct LayerInputs {
+    const T *q, *k[BRANCHES], *v[BRANCHES];
+    const uint32_t* selection;
+    const T *dout, *o;
+    const Stat *gate, *lse;
+    InputArrays<T> of(Branch branch) const { return {q, k[branch], v[branch], selection}; }
+};
+// And what it writes: q's columns of dprojected [B*T, projected()], turned back, or, where given, dq [B, H, T, D] as it
+// is; dk and dv; dgate, of the gates' logits; and what attention_backward_rows makes, row_dot and lse_gated.
+template <class T, class Stat>
+struct LayerGradients {
+    T* dprojected;
+    Stat* dq;
+    T *dk[BRANCHES], *dv[BRANCHES];
+    Stat *dgate, *row_dot, *lse_gated;
+    BackwardArrays<T, Stat> of(Branch branch, bool add, const T* dout, const NsaShape& s) const {
+        const size_t at = size_t(s.branch_slot(branch)) * s.query_rows();
+        return {dq, add, dk[branch], dv[branch], dout, row_dot + at, lse_gated + at};
+    }
+};
+
 // Pairs of a key and a query that a branch's mask allows, over all heads. Each costs 4*D FLOPs in the forward pass
 // (two products) and twice that in the backward pass (dV, dP, dQ, dK; computing the scores a second time does not
 // count). Counted, not estimated, except that every selected block counts as full; a query that may choose has n of

@@ -340,6 +340,11 @@ class OpenCl {
         over(keys, "attention_dkdv", d.dk, d.dv, d.dout, d.row_dot, d.lse_gated, in.q, in.k, in.v, in.selection,
              int(branch), float(s.scale()), s);
     }
+    bool wants_dq(const NsaShape&) const { return true; }
+    void branches_backward(const LayerGradients<float, float>& d, const LayerInputs<float, float>& in,
+                           const NsaShape& s) {
+        backward_by_branches(*this, d, in, s);
+    }
 
     // ----- update
     void add_sum(float* total, In x, size_t count) {

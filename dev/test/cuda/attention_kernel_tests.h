@@ -124,7 +124,7 @@ inline NsaShape shape(int T, int heads, int G = 1, int D = 64, int B = 1) {
 struct Inputs {
     NsaShape s;
     Branch branch;
-    std::vector<double> q, k, v, dout, dq;  // dq: what is added to
+    std::vector<double> q, k, v, dout;
     std::vector<uint32_t> selection;
     uint64_t counter = 0;
     uint64_t seed;
@@ -144,7 +144,7 @@ struct Inputs {
         : s(s), branch(branch), seed(seed) {
         const size_t D = size_t(s.D), key_rows = size_t(s.B) * s.G * size_t(stride());
         q = normals(rows() * D, scale), k = normals(key_rows * D, scale), v = normals(key_rows * D, 1);
-        dout = normals(rows() * D, 1), dq = normals(rows() * D, 1);
+        dout = normals(rows() * D, 1);
         for (size_t i = 0; i < key_rows * D; i++)
             if (int(i / D) % stride() >= keys()) k[i] = v[i] = std::nan("");
         if (branch != SLC) return;
@@ -193,10 +193,12 @@ inline std::vector<double> exponent_errors(const Inputs& in, const std::vector<d
 }
 
 struct Worst {
-    double out = 0, lse = 0, dq = 0, dk = 0, dv = 0;
+    double out = 0, lse = 0, rows = 0, dq = 0, dk = 0, dv = 0;
     void print(const char* what) const {
-        std::printf("    %s: worst error as a share of its limit: out %.2f, lse %.2f, dq %.2f, dk %.2f, dv %.2f\n",
-                    what, out, lse, dq, dk, dv);
+        std::printf(
+            "    %s: worst error as a share of its limit: out %.2f, lse %.2f, row terms %.2f, dq %.2f, dk %.2f, dv "
+            "%.2f\n",
+            what, out, lse, rows, dq, dk, dv);
     }
 };
 
@@ -211,16 +213,61 @@ struct AttentionScratch {
     DeviceArray<char> data;
     DeviceArray<SelectedChoice> choice;
     AttentionScratch(Branch branch, const NsaShape& s, AttentionPath path, bool backward)
-        : data(attention_workspace_bytes(branch, s, path, backward)), choice(1) {}
+        : data(backward ? attention_backward_bytes(s, path) : attention_forward_bytes(branch, s, path)), choice(1) {}
     operator AttentionWorkspace() const { return {data.data, choice.data}; }
+};
+// The arrays [branches, ...] of a layer's backward pass of which one branch is run.
+struct BranchBackward {
+    Branch branch;
+    const NsaShape& s;
+    size_t rows, at;  // of a branch; where its rows begin
+    DeviceArray<bf16> o, dk, dv;
+    DeviceArray<float> gate, lse, dq, dgate, row_dot, lse_gated;
+    // of [B, H, queries, D] and [B, H, queries]
+    BranchBackward(Branch branch, const NsaShape& s, const std::vector<double>& out, const std::vector<double>& gates,
+                   const std::vector<double>& lses)
+        : branch(branch),
+          s(s),
+          rows(s.query_rows()),
+          at(size_t(s.branch_slot(branch)) * rows),
+          o(in_place(out, size_t(s.D))),
+          dk(size_t(s.B) * s.G * size_t(s.key_stride(branch)) * size_t(s.D)),
+          dv(dk.count),
+          gate(in_place(gates, 1)),
+          lse(in_place(lses, 1)),
+          dq(rows * s.D),
+          dgate(lse.count),
+          row_dot(lse.count),
+          lse_gated(lse.count) {}
+    void run(const bf16* q, const bf16* k, const bf16* v, const bf16* dout, const uint32_t* selection,
+             AttentionPath path, AttentionWorkspace workspace) {
+        LayerGradients<bf16, float> d = {nullptr, dq.data, {}, {}, dgate.data, row_dot.data, lse_gated.data};
+        LayerInputs<bf16, float> in = {q, {}, {}, selection, dout, o.data, gate.data, lse.data};
+        d.dk[branch] = dk.data, d.dv[branch] = dv.data, in.k[branch] = k, in.v[branch] = v;
+        attention_backward(d, in, {}, s, 1u << branch, path, workspace, nullptr);
+    }
+    // The branch's part of what is found for all of them.
+    template <class T>
+    std::vector<T> part(const std::vector<T>& all) const {
+        return {all.begin() + ptrdiff_t(at), all.begin() + ptrdiff_t(at + rows)};
+    }
+
+  private:
+    std::vector<double> in_place(const std::vector<double>& of_branch, size_t width) const {
+        std::vector<double> all(s.branches() * rows * width, std::nan(""));
+        std::copy(of_branch.begin(), of_branch.end(), all.begin() + ptrdiff_t(at * width));
+        return all;
+    }
 };
 
 // What Cpu computes in fp64, and how far the kernels may be off.
 struct Expected {
     std::vector<double> out, lse, dq, dk, dv;
     std::vector<double> out_limit, lse_limit, dq_limit, dk_limit, dv_limit;
-    std::vector<double> delta;              // of each query row
-    std::vector<float> row_dot, lse_gated;  // what the backward pass is given
+    std::vector<double> delta;               // of each query row
+    std::vector<double> o, lse_given, gate;  // what the backward pass is given: out in bf16, lse and gate in fp32
+    std::vector<double> row_dot, lse_gated, dgate;  // what it makes of these
+    std::vector<double> row_dot_limit, lse_gated_limit, dgate_limit;
 };
 inline Expected expected_forward(const Inputs& in) {
     const NsaShape& s = in.s;
@@ -251,28 +298,39 @@ inline Expected expected_forward(const Inputs& in) {
     });
     return e;
 }
-inline void expect_backward(Expected& e, const Inputs& in) {
+// gated: otherwise gates are 1.
+inline void expect_backward(Expected& e, const Inputs& in, bool gated = true) {
     const NsaShape& s = in.s;
     const size_t D = size_t(s.D), rows = in.rows(), key_rows = size_t(s.B) * s.G * size_t(in.stride());
     const auto dout_of = [&](size_t bg, int head, int t) {
         return &in.dout[((bg / s.G * s.queries + t - s.first) * s.H + head) * D];
     };
-    e.row_dot.resize(rows), e.lse_gated.resize(rows);
+    for (double x : e.out) e.o.push_back(bf16_value(x));
+    for (double x : e.lse) e.lse_given.push_back(double(float(x)));
+    for (std::vector<double>* x :
+         {&e.gate, &e.row_dot, &e.lse_gated, &e.dgate, &e.row_dot_limit, &e.lse_gated_limit, &e.dgate_limit})
+        x->resize(rows);
     for_rows(s, [&](size_t bg, int head, int t, size_t row) {
-        const double gate = 0.05 + 0.9 * random_uniform(3, random_stream(RANDOM_TEST, 79), row);
-        e.row_dot[row] = float(dot(dout_of(bg, head, t), &e.out[row * D], s.D));
-        e.lse_gated[row] = float(e.lse[row] - std::log(gate));
+        const double gate = gated ? float(0.05 + 0.9 * random_uniform(3, random_stream(RANDOM_TEST, 79), row)) : 1;
+        const double *dout = dout_of(bg, head, t), *o = &e.o[row * D], r = dot(dout, o, s.D);
+        e.gate[row] = gate, e.row_dot[row] = r, e.lse_gated[row] = e.lse_given[row] - std::log(gate);
+        e.dgate[row] = r * gate * (1 - gate);
+        e.row_dot_limit[row] = E32 * s.D * dot(dout, o, s.D, true) + TINY32;
+        // a logarithm within 2 units in the last place, and a subtraction
+        e.lse_gated_limit[row] =
+            std::isinf(e.lse[row]) ? TINY32 : E32 * (4 * std::fabs(std::log(gate)) + std::fabs(e.lse_gated[row]));
+        e.dgate_limit[row] = e.row_dot_limit[row] + 4 * E32 * std::fabs(e.dgate[row]) + TINY32;
     });
-    const std::vector<double> row_dots(e.row_dot.begin(), e.row_dot.end()),
-        lses(e.lse_gated.begin(), e.lse_gated.end());
-    e.dq = in.dq, e.dk.resize(key_rows * D), e.dv.resize(key_rows * D);
+    const std::vector<double>&row_dots = e.row_dot, &lses = e.lse_gated;
+    e.dq.resize(rows * D), e.dk.resize(key_rows * D), e.dv.resize(key_rows * D);
     Cpu<double>().attention_backward(
-        in.branch, {e.dq.data(), true, e.dk.data(), e.dv.data(), in.dout.data(), row_dots.data(), lses.data()},
+        in.branch, {e.dq.data(), false, e.dk.data(), e.dv.data(), in.dout.data(), row_dots.data(), lses.data()},
         {in.q.data(), in.k.data(), in.v.data(), in.selection.data()}, s);
     e.dq_limit.resize(rows * D), e.dk_limit.resize(key_rows * D, TINY16), e.dv_limit.resize(key_rows * D, TINY16);
     const double sums = E32 * std::max(in.keys(), s.queries * s.heads_per_group());
     for_rows(s, [&](size_t bg, int head, int t, size_t row) {
-        const double *q = &in.q[row * D], *dout = dout_of(bg, head, t), weight_error = std::expm1(e.delta[row]);
+        const double *q = &in.q[row * D], *dout = dout_of(bg, head, t),
+                     weight_error = std::expm1(e.delta[row] + e.lse_gated_limit[row]);
         for (int key = 0; key < in.keys(); key++) {
             if (!in.visible(bg, t, key)) continue;
             const size_t at = (bg * in.stride() + key) * D;
@@ -280,7 +338,8 @@ inline void expect_backward(Expected& e, const Inputs& in) {
                          missing = p < FLUSHED * (1 + weight_error) ? p : 0;
             const double dout_v = dot(dout, &in.v[at], s.D), ds = p * (dout_v - row_dots[row]);
             // dS: weight, product with v (D sums), subtraction, product, then bf16
-            const double product_error = E32 * ((s.D + 1) * dot(dout, &in.v[at], s.D, true) + std::fabs(row_dots[row]));
+            const double product_error =
+                E32 * ((s.D + 1) * dot(dout, &in.v[at], s.D, true) + std::fabs(row_dots[row])) + e.row_dot_limit[row];
             const double ds_error = (1 + U16) * (std::fabs(ds) * (U16 + weight_error + sums + 2 * E32) +
                                                  p * (1 + weight_error) * product_error) +
                                     missing * (std::fabs(dout_v) + std::fabs(row_dots[row])) + TINY16;
@@ -292,8 +351,7 @@ inline void expect_backward(Expected& e, const Inputs& in) {
             }
         }
     });
-    for (size_t i = 0; i < rows * D; i++)
-        e.dq_limit[i] += E32 * (std::fabs(e.dq[i]) + std::fabs(in.dq[i]) + std::fabs(e.dq[i] - in.dq[i]));
+    for (size_t i = 0; i < rows * D; i++) e.dq_limit[i] += 2 * E32 * std::fabs(e.dq[i]);
     for (size_t i = 0; i < key_rows * D; i++)
         e.dk_limit[i] += (U16 + 2 * E32) * std::fabs(e.dk[i]), e.dv_limit[i] += (U16 + 2 * E32) * std::fabs(e.dv[i]);
 }
@@ -304,21 +362,18 @@ inline void check_attention(const Inputs& in, const Expected& e, Worst* worst, b
     const size_t D = size_t(s.D), rows = in.rows(), key_rows = size_t(s.B) * s.G * size_t(in.stride());
     DeviceArray<bf16> q(in.q), k(in.k), v(in.v), dout(in.dout);
     DeviceArray<uint32_t> selection(in.selection);
-    DeviceArray<float> device_dot(e.row_dot), device_lse(e.lse_gated);
     std::vector<bf16> first_out, first_dk, first_dv;
     std::vector<float> first_lse, first_dq;
     for (int run = 0; run < RUNS; run++) {
         draw_order(run, s);
-        DeviceArray<bf16> found_out(rows * D), found_dk(key_rows * D), found_dv(key_rows * D);
-        DeviceArray<float> found_lse(rows), found_dq(in.dq);
+        DeviceArray<bf16> found_out(rows * D);
+        DeviceArray<float> found_lse(rows);
         attention_forward(branch, found_out.data, found_lse.data, q.data, k.data, v.data, selection.data, s, kernel,
                           AttentionScratch(branch, s, kernel, false), nullptr);
+        BranchBackward found(branch, s, e.o, e.gate, e.lse_given);
         if (backward)
-            attention_backward(
-                branch,
-                {found_dq.data, true, found_dk.data, found_dv.data, dout.data, device_dot.data, device_lse.data},
-                {q.data, k.data, v.data, selection.data}, s, kernel, AttentionScratch(branch, s, kernel, true),
-                nullptr);
+            found.run(q.data, k.data, v.data, dout.data, selection.data, kernel,
+                      AttentionScratch(branch, s, kernel, true));
         if (run == 0) {
 #ifdef CUDA_ON_CPU
             CHECK_EQUAL(emu::unwritten(found_out.data, rows * D), 0L);
@@ -329,27 +384,21 @@ inline void check_attention(const Inputs& in, const Expected& e, Worst* worst, b
             first_out = found_out.raw(), first_lse = found_lse.raw();
             if (!backward) continue;
 #ifdef CUDA_ON_CPU
-            CHECK_EQUAL(emu::unwritten(found_dk.data, key_rows * D) + emu::unwritten(found_dv.data, key_rows * D), 0L);
+            CHECK_EQUAL(emu::unwritten(found.dk.data, key_rows * D) + emu::unwritten(found.dv.data, key_rows * D), 0L);
 #endif
-            check_within("dq", s, found_dq.download(), e.dq, e.dq_limit, &worst->dq);
-            check_within("dk", s, found_dk.download(), e.dk, e.dk_limit, &worst->dk);
-            check_within("dv", s, found_dv.download(), e.dv, e.dv_limit, &worst->dv);
-            // Written instead of added to: the old content is not read.
-            DeviceArray<float> only_dq(rows * D);
-            attention_backward(
-                branch,
-                {only_dq.data, false, found_dk.data, found_dv.data, dout.data, device_dot.data, device_lse.data},
-                {q.data, k.data, v.data, selection.data}, s, kernel, AttentionScratch(branch, s, kernel, true),
-                nullptr);
-            std::vector<double> without(e.dq);
-            for (size_t i = 0; i < rows * D; i++) without[i] -= in.dq[i];
-            check_within("dq, written", s, only_dq.download(), without, e.dq_limit, &worst->dq);
-            first_dq = found_dq.raw(), first_dk = found_dk.raw(), first_dv = found_dv.raw();
+            check_within("row_dot", s, found.part(found.row_dot.download()), e.row_dot, e.row_dot_limit, &worst->rows);
+            check_within("lse_gated", s, found.part(found.lse_gated.download()), e.lse_gated, e.lse_gated_limit,
+                         &worst->rows);
+            check_within("dgate", s, found.part(found.dgate.download()), e.dgate, e.dgate_limit, &worst->rows);
+            check_within("dq", s, found.dq.download(), e.dq, e.dq_limit, &worst->dq);
+            check_within("dk", s, found.dk.download(), e.dk, e.dk_limit, &worst->dk);
+            check_within("dv", s, found.dv.download(), e.dv, e.dv_limit, &worst->dv);
+            first_dq = found.dq.raw(), first_dk = found.dk.raw(), first_dv = found.dv.raw();
         } else {
             check_same_bits("out", found_out.raw(), first_out), check_same_bits("lse", found_lse.raw(), first_lse);
             if (!backward) continue;
-            check_same_bits("dq", found_dq.raw(), first_dq);
-            check_same_bits("dk", found_dk.raw(), first_dk), check_same_bits("dv", found_dv.raw(), first_dv);
+            check_same_bits("dq", found.dq.raw(), first_dq);
+            check_same_bits("dk", found.dk.raw(), first_dk), check_same_bits("dv", found.dv.raw(), first_dv);
         }
     }
     draw_order(0, s);
@@ -418,6 +467,82 @@ inline NsaShape from(NsaShape s, int first, int queries) {
     return s;
 }
 
+// The backward pass of all branches of a layer together, as the model has it: dq, and where it is not asked for q's
+// columns of dprojected, which are the sum of what the branches give, turned back.
+inline void check_all_branches(Cuda& dev, const NsaShape& s, SelectedKernel selected, bool warpgroups, Worst* worst) {
+    dev.selected_kernel = selected, dev.warpgroups = warpgroups;
+    const size_t D = size_t(s.D), rows = s.query_rows(), all_rows = s.branches() * rows, P = size_t(s.projected());
+    std::vector<double> o(all_rows * D), lse(all_rows), gate(all_rows), dq(rows * D), dq_limit(rows * D);
+    std::vector<Inputs> inputs;
+    std::vector<Expected> expected;
+    for (const Branch branch : {WIN, SLC, CMP}) {
+        if (!s.has(branch)) continue;
+        inputs.emplace_back(s, branch, 1.0, 77);
+        Inputs& in = inputs.back();
+        in.q = inputs[0].q, in.dout = inputs[0].dout;
+        expected.push_back(expected_forward(in));
+        Expected& e = expected.back();
+        expect_backward(e, in, !s.full);
+        const size_t at = size_t(s.branch_slot(branch)) * rows;
+        std::copy(e.o.begin(), e.o.end(), o.begin() + ptrdiff_t(at * D));
+        std::copy(e.lse_given.begin(), e.lse_given.end(), lse.begin() + ptrdiff_t(at));
+        std::copy(e.gate.begin(), e.gate.end(), gate.begin() + ptrdiff_t(at));
+        for (size_t i = 0; i < rows * D; i++) {  // each of a branch's additions may round what others gave
+            dq_limit[i] += e.dq_limit[i] + E32 * in.keys() * std::fabs(dq[i]);
+            dq[i] += e.dq[i];
+        }
+    }
+    const DeviceArray<bf16> q(inputs[0].q), dout(inputs[0].dout), outputs(o);
+    const DeviceArray<float> lses(lse), gates(gate), found_dq(rows * D), dgate(all_rows), row_dot(all_rows),
+        lse_gated(all_rows);
+    const DeviceArray<uint32_t> selection(s.full ? std::vector<uint32_t>(1) : inputs[1].selection);
+    const std::vector<double> before(size_t(s.B) * s.T * P, 3);
+    const DeviceArray<bf16> dprojected(before);
+    LayerInputs<bf16, float> in = {
+        q.data, {}, {}, selection.data, dout.data, outputs.data, s.full ? nullptr : gates.data, lses.data};
+    LayerGradients<bf16, float> d = {nullptr, found_dq.data, {}, {}, dgate.data, row_dot.data, lse_gated.data};
+    std::vector<std::unique_ptr<DeviceArray<bf16>>> arrays;
+    const auto add_array = [&](const std::vector<double>& x) {
+        arrays.push_back(std::make_unique<DeviceArray<bf16>>(x));
+        return arrays.back()->data;
+    };
+    for (const Inputs& x : inputs) {
+        in.k[x.branch] = add_array(x.k), in.v[x.branch] = add_array(x.v);
+        d.dk[x.branch] = add_array(x.k), d.dv[x.branch] = add_array(x.v);
+    }
+    CUDA_CHECK(cudaDeviceSynchronize());  // the arrays were copied on another stream
+    dev.branches_backward(d, in, s);
+    check_within("dq", s, found_dq.download(), dq, dq_limit, &worst->dq);
+    for (size_t i = 0; i < inputs.size(); i++) {
+        const auto found = [&](size_t which) { return arrays[4 * i + which]->download(); };
+        check_within("dk", s, found(2), expected[i].dk, expected[i].dk_limit, &worst->dk);
+        check_within("dv", s, found(3), expected[i].dv, expected[i].dv_limit, &worst->dv);
+    }
+    d.dprojected = dprojected.data, d.dq = nullptr;
+    dev.branches_backward(d, in, s);
+    std::vector<double> turned(before), limit(before.size(), TINY16);
+    for_rows(s, [&](size_t bg, int head, int t, size_t row) {
+        oracle::Numbers<float> x;
+        for (size_t i = 0; i < D; i++) x.push_back({dq[row * D + i], dq_limit[row * D + i]});
+        x = oracle::rope(x.data(), t, s.D, -1, s.rope_base);
+        const size_t to = ((bg / s.G) * s.T + t) * P + head * D;
+        for (size_t i = 0; i < D; i++)
+            turned[to + i] = x[i].value, limit[to + i] += x[i].error + U16 * (std::fabs(x[i].value) + x[i].error);
+    });
+    check_within("dprojected", s, dprojected.download(), turned, limit, &worst->dq);
+}
+inline void check_all_branches(const std::vector<NsaShape>& shapes) {
+    Worst worst;
+    Cuda dev(0, size_t(1) << 20);
+    for (NsaShape s : shapes) {
+        s.slc_count = s.slc_blocks();  // a query may choose them all
+        for (const SelectedKernel selected : {SelectedKernel::TILES, SelectedKernel::GATHER})
+            for (const bool warpgroups : {false, true})
+                if (!warpgroups || device_has_warpgroups(s.D)) check_all_branches(dev, s, selected, warpgroups, &worst);
+    }
+    worst.print("all branches");
+}
+
 }  // namespace attention_tests
 
 TEST(attention_kernels_heads) {
@@ -430,6 +555,15 @@ TEST(attention_kernels_heads) {
     table.push_back({BY_TILES, compressed(shape(66, 128), 4, 1)});  // one token fills a tile of queries
     table.push_back({GATHERED, shape(70, 96, 1, 16)});              // and one of the gathered backward pass
     check_setups("heads", table);
+}
+TEST(attention_kernels_all_branches) {
+    using namespace attention_tests;
+    check_all_branches({compressed(shape(100, 6, 2, 64, 2), 8, 4), shape(20, 2), windowed(shape(130, 6), 50),
+                        windowed(shape(130, 6), 50, true)});
+}
+TEST(attention_kernels_branches_of_other_dimensions) {
+    using namespace attention_tests;
+    check_all_branches({shape(90, 3, 1, 16), shape(150, 5, 1, 32), shape(70, 16, 1, 128)});
 }
 TEST(attention_kernels_lengths) {
     using namespace attention_tests;

@@ -182,6 +182,10 @@ TEST(cuda_bench_counts) {
                 CHECK_EQUAL(attention_backward_work(branch, s, 2).bytes,
                             wide + wide + 4 * key + (branch == WIN ? 1 : 2) * double(dq.size() * sizeof(float)) +
                                 2 * statistic + masks);
+                // dout . o of each row besides; q, dout, o and dq as q's columns; what rows are made of and what of them
+                const Work alone = branches_backward_work(s, 2, 1u << branch);
+                CHECK_EQUAL(alone.flops, 4.0 * 2 * s.D * pairs + 2.0 * s.D * double(rows));
+                CHECK_EQUAL(alone.bytes, 4 * wide + 4 * key + (full ? 5 : 7) * statistic + masks);
             }
             if (!full) CHECK_EQUAL(select_blocks_work(s, 2).flops, 2.0 * s.D * counted_pairs(CMP, s, true));
         }
@@ -205,8 +209,10 @@ TEST(cuda_bench_counts_beside_attention) {
                          row = N * s.projected() * real;
             CHECK_EQUAL(split_heads_forward_work(s, real).flops, 6 * rotations);
             CHECK_EQUAL(split_heads_forward_work(s, real).bytes, row + heads);
-            CHECK_EQUAL(split_heads_backward_work(s, real).flops, 6 * rotations);
-            CHECK_EQUAL(split_heads_backward_work(s, real).bytes, row + heads + wide);  // dq has twice the bytes
+            CHECK_EQUAL(split_heads_backward_work(s, real, true).flops, 6 * rotations);
+            CHECK_EQUAL(split_heads_backward_work(s, real, true).bytes, row + heads + wide);  // dq has twice the bytes
+            CHECK_EQUAL(split_heads_backward_work(s, real, false).flops, 6 * (rotations - N * s.H * s.D / 2));
+            CHECK_EQUAL(split_heads_backward_work(s, real, false).bytes, row - wide + heads - wide);
             // Gated sum: a product and an addition a branch and element. Backwards the dot products.
             CHECK_EQUAL(combine_forward_work(s, real).flops, 2.0 * branches * N * s.H * s.D);
             CHECK_EQUAL(combine_forward_work(s, real).bytes, branches * wide + wide + (full ? 0 : 3 * statistic));
@@ -366,15 +372,14 @@ TEST(cuda_bench_attention_runs) {
     const std::array<double, 2> ceilings = bench_tests::printed_ceilings(text);
     REQUIRE(ceilings[0] > 0 && ceilings[1] > 0);
     const std::vector<bench_tests::PrintedRow> printed = bench_tests::printed_rows(text, "of peak", 8);
-    REQUIRE(printed.size() == size_t(lengths) * (2 * ROWS - 1));  // of the choice there is one pass
+    REQUIRE(printed.size() == size_t(lengths) * (2 * ROWS - 3));  // of the choice and the sums there is one pass
     const std::map<std::string, bench_tests::Result> results = bench_tests::results_of(text);
     CHECK_EQUAL(results.size(), size_t(2 + 4 * lengths));
     for (const char* which : {"matrix products", "copies"})
         CHECK(results.count(format_text("attention, %d tokens: ceiling of %s", 64 * lengths, which)) == 1);
-    const std::set<std::string> of_nsa = {"compressed",           "scores and choice",      "window",
-                                          "gated sum, row terms", "phi of keys and values", "split and rotated heads"},
-                                of_full = {"full: attention", "full: merged heads, row terms",
-                                           "full: split and rotated heads"};
+    const std::set<std::string> of_nsa = {"compressed", "scores and choice",      "window",
+                                          "gated sum",  "phi of keys and values", "split and rotated heads"},
+                                of_full = {"full: attention", "full: merged heads", "full: split and rotated heads"};
     size_t line = 0;
     for (size_t length = 0; length < size_t(lengths); length++) {
         const int T = length ? 128 : 64, B = length ? 1 : lengths;
@@ -386,7 +391,8 @@ TEST(cuda_bench_attention_runs) {
         for (size_t i = length * ROWS; i < (length + 1) * ROWS; i++) {
             CHECK_EQUAL(rows[i].T, T);
             CHECK_EQUAL(rows[i].B, B);
-            CHECK(rows[i].us[0] > 0 && (rows[i].us[1] > 0 || rows[i].name == "scores and choice"));
+            CHECK(rows[i].us[0] > 0 && (rows[i].us[1] > 0 || rows[i].name == "scores and choice" ||
+                                        rows[i].name == "gated sum" || rows[i].name == "full: merged heads"));
             const std::string& name = rows[i].name;
             CHECK(found.count(name) == 0);
             found[name] = rows[i];
@@ -605,7 +611,8 @@ TEST(cuda_bench_step_runs) {
     bench_tests::check_perf_report(text, "perf, NSA, 1 x 64", dev.times);
     const auto& times = dev.times;
     for (const char* name : {"embedding_forward", "rmsnorm_backward", "attention_forward, compressed",
-                             "attention_forward, selected", "attention_forward, window", "attention_backward, selected",
+                             "attention_forward, selected", "attention_forward, window",
+                             dev.plain_attention ? "attention_backward, selected" : "attention_backward, all branches",
                              "select_blocks", "compress_backward", "classifier", "adamw"}) {
         REQUIRE(times.count(name) == 1);
         CHECK(times.at(name).seconds > 0 && times.at(name).calls > 0);
@@ -684,10 +691,9 @@ TEST(cuda_bench_cpu_step_runs) {
 // of the kernels.
 static double training_gib(Cuda& dev, const Config& c, const std::string& name) {
     const NsaShape s = shape_of(c, c.batch, c.seq_len);
-    size_t scratch = 0;
+    size_t scratch = attention_backward_bytes(s, SelectedKernel::GATHER);
     for (const Branch branch : {CMP, SLC, WIN})
-        for (const bool backward : {false, true})
-            scratch = std::max(scratch, attention_workspace_bytes(branch, s, SelectedKernel::GATHER, backward));
+        scratch = std::max(scratch, attention_forward_bytes(branch, s, SelectedKernel::GATHER));
     // of compress_backward: the tokens' gradient, activated and the chunks' columns, of keys and values
     const size_t columns = s.key_rows() / size_t(s.d) * size_t(s.F * (s.l / s.d));
     scratch += 2 * (s.key_rows() * s.D * sizeof(float) + (s.cmp_rows() * s.F + columns) * sizeof(uint16_t));

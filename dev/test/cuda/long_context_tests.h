@@ -33,16 +33,17 @@ struct Results {
 };
 inline Results run_selected(const Inputs& in, AttentionPath kernel, AttentionPath kernel_backward) {
     const NsaShape& s = in.s;
-    const size_t D = size_t(s.D), rows = in.rows(), key_rows = s.key_rows();
-    DeviceArray<bf16> q(in.q), k(in.k), v(in.v), dout(in.dout), out(rows * D), dk(key_rows * D), dv(key_rows * D);
+    const size_t D = size_t(s.D), rows = in.rows();
+    DeviceArray<bf16> q(in.q), k(in.k), v(in.v), dout(in.dout), out(rows * D);
     DeviceArray<uint32_t> selection(in.selection);
-    DeviceArray<float> lse(rows), dq(in.dq), row_dot(std::vector<double>(rows, 0.25));
+    DeviceArray<float> lse(rows);
     const AttentionScratch forward(SLC, s, kernel, false), backward(SLC, s, kernel_backward, true);
     attention_forward(SLC, out.data, lse.data, q.data, k.data, v.data, selection.data, s, kernel, forward, nullptr);
-    attention_backward(SLC, {dq.data, true, dk.data, dv.data, dout.data, row_dot.data, lse.data},
-                       {q.data, k.data, v.data, selection.data}, s, kernel_backward, backward, nullptr);
-    return {out.raw(), dk.raw(), dv.raw(),
-            lse.raw(), dq.raw(), kernel.selected == SelectedKernel::AUTO ? backward.choice.raw()[0] : SelectedChoice()};
+    BranchBackward found(SLC, s, out.download(), std::vector<double>(rows, 0.5), lse.download());
+    found.run(q.data, k.data, v.data, dout.data, selection.data, kernel_backward, backward);
+    return {out.raw(),      found.dk.raw(),
+            found.dv.raw(), lse.raw(),
+            found.dq.raw(), kernel.selected == SelectedKernel::AUTO ? backward.choice.raw()[0] : SelectedChoice()};
 }
 inline Results run_selected(const Inputs& in, AttentionPath kernel) { return run_selected(in, kernel, kernel); }
 template <class T>
@@ -84,7 +85,7 @@ TEST(attention_kernels_gather_empty_selections) {
     const Results r = run_selected(in, SelectedKernel::GATHER);
     for (size_t i = 0; i < r.out.size(); i++) CHECK_EQUAL(float(r.out[i]), 0.0f);
     for (size_t i = 0; i < r.lse.size(); i++) CHECK(std::isinf(r.lse[i]) && r.lse[i] > 0);
-    for (size_t i = 0; i < r.dq.size(); i++) CHECK_EQUAL(r.dq[i], float(in.dq[i]));
+    for (size_t i = 0; i < r.dq.size(); i++) CHECK_EQUAL(r.dq[i], 0.0f);
     for (size_t i = 0; i < r.dk.size(); i++) CHECK(float(r.dk[i]) == 0 && float(r.dv[i]) == 0);
 }
 // 1024 selection blocks, as 64k tokens have, chosen by the kernel, attended to by gathered rows: the first tiles of
@@ -290,6 +291,7 @@ TEST(attention_kernels_gather_automatic_choice) {
     const AttentionPath warpgroups = {SelectedKernel::AUTO, true};
     CHECK(resolve_selected<64>(warpgroups, s, false) == SelectedKernel::TILES);
     CHECK(resolve_selected<64>(warpgroups, s, true) == SelectedKernel::AUTO);
+    CHECK(resolve_dq<64>(warpgroups, s) == SelectedKernel::TILES);
     CHECK(resolve_selected<32>(warpgroups, s, true) == SelectedKernel::TILES);
     s.T = s.queries = 513;
     CHECK(resolve_selected<64>(SelectedKernel::AUTO, s) == SelectedKernel::AUTO);
@@ -315,7 +317,6 @@ TEST(attention_kernels_gather_beside_warpgroups) {
     const SelectedKernel automatic = SelectedKernel::AUTO, tiles = SelectedKernel::TILES,
                          lists = SelectedKernel::GATHER;
     const Results found = run_selected(in, {automatic, true});
-    CHECK_EQUAL(found.choice.gather, 0);
     Results expected = run_selected(in, {tiles, true});
     const Results gathered = run_selected(in, {tiles, true}, {lists, true});
     expected.dk = gathered.dk, expected.dv = gathered.dv;
