@@ -1274,7 +1274,7 @@ template <Branch branch, int D, Multiplier by>
 __device__ inline void attend(bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v,
                               const uint32_t* selection, const AttentionShape& s) {
     constexpr int M = row_pieces<D, false, by>(), KEYS = forward_keys<D>();  // keys at a time
-    const QueryRows<D, false, by> rows(q, nullptr, branch == SLC ? selection : nullptr, s);
+    const QueryRows<D, false, by> rows(q, nullptr, branch == SLC, selection, s);
     QueryBlock<branch, D, false, by> block(rows, k, v, selection, s);
     const int first_tile = block.start(s);
     unsigned q_rows[M][D / 16][4];
@@ -1452,7 +1452,7 @@ __device__ inline void compute_dq(const LayerGradients<bf16, float>& d, const La
     // Asked again each time: the answer would take a register throughout the walks.
     const auto has_gathered = [&] { return options.gathered && (!options.choice || options.choice->gather); };
     const auto selects = [&] { return options.branches >> SLC & 1 && !has_gathered(); };
-    const QueryRows<D, true, by> rows(in.q, in.dout, selects() ? in.selection : nullptr, s);
+    const QueryRows<D, true, by> rows(in.q, in.dout, selects(), in.selection, s);
     float sums[M][D / 8][4];
     clear(sums);
     unsigned q_rows[M][D / 16][4], dout_rows[M][D / 16][4];

@@ -504,8 +504,9 @@ struct QueryRows {
     bf16 *k_tiles, *v_tiles, *q_tile, *dout_tile;
     uint32_t* used;  // tiles of keys of the selected branch
 
-    // Starts to copy them. dout: not read in the forward pass
-    __device__ QueryRows(const bf16* q, const bf16* dout, const uint32_t* all_selections, const AttentionShape& s) {
+    // Starts to copy them. dout: not read in the forward pass. selects: finds the tiles that the selected branch uses.
+    __device__ QueryRows(const bf16* q, const bf16* dout, bool selects, const uint32_t* all_selections,
+                         const AttentionShape& s) {
         DynamicShared shared;
         tile = query_tile(s);
         first_row = threadIdx.x / 32 * 16 * M;
@@ -517,17 +518,15 @@ struct QueryRows {
         q_tile = shared.take<bf16>(tile_rows * D);
         dout_tile = nullptr;
         if constexpr (BACKWARD) dout_tile = shared.take<bf16>(tile_rows * D);
-        used = nullptr;
-        if (all_selections) {  // first, since its loads have nothing to do meanwhile but to wait
-            used = shared.take<uint32_t>(tile_words(s.key_stride));
+        used = shared.take<uint32_t>(selects ? tile_words(s.key_stride) : 0);
+        if (selects)  // first, since its loads have nothing to do meanwhile but to wait
             find_used_key_tiles(used, all_selections + (size_t(tile.bg) * s.queries + tile.j0) * s.words, tile.tokens,
                                 end_of_key_tiles<SLC>(tile, s), s);
-        }
         copy_queries<D>(q_tile, q + q_offset<D>(tile, s), size_t(s.queries) * D, D, rows, tile, s);
         if constexpr (BACKWARD)
             copy_queries<D>(dout_tile, dout + dout_offset<D>(tile, s), D, size_t(s.H) * D, rows, tile, s);
         cp_async_commit();
-        if (all_selections) __syncthreads();
+        if (selects) __syncthreads();
     }
     // This lane's row i of piece m: its place in the tile, and that of its query, if it is one, in the model.
     struct Row {
@@ -537,8 +536,16 @@ struct QueryRows {
         size_t token_row;  // row of [B, queries]
         int head;
     };
-    // Computed again each time, so that nothing of it stays in registers throughout the walk.
-    __device__ static Row row(int m, int i, const AttentionShape& s) {
+    __device__ Row row(int m, int i, const AttentionShape& s) const {
+        if constexpr (!BACKWARD && by == WARP) {
+            // With unsigned divisions: otherwise the compiler keeps the quotients of ends_of_rows, which are the same,
+            // in 8 registers throughout the walk.
+            const unsigned place = first_row + m * 16 + i * 8 + threadIdx.x % 32 / 4, tokens = unsigned(s.tile_tokens);
+            const int head = int(place / tokens), token = int(place % tokens);
+            const bool query = head < s.heads && token < tile.tokens;
+            return {int(place), query ? row_of_query(tile, head, token, s) : -1, token, 0, head};
+        }
+        // Computed again, so that nothing of it stays in registers throughout the walk.
         const Indices again = indices_again();
         const int place = int(again.thread / 32 * M + m) * 16 + i * 8 + int(again.thread % 32 / 4);
         const QueryTile tile = query_tile(s, int(again.block));
