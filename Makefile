@@ -112,13 +112,13 @@ info: ; @:
 quiet = $(if $(V),,@$(if $(findstring s,$(firstword -$(MAKEFLAGS))),,echo '  $(1)  $@';))
 DEPENDS = -MMD -MP -MF $@.d -MT $@
 # What is compiled beside a program, which then has -DCOMPILED_APART.
-APART := $(BUILD)/cpu/kernels.o $(BUILD)/report/run_report.o
+APART := $(patsubst lib/%.cpp,$(BUILD)/%.o,$(wildcard lib/*/*.cpp))
 train_nsa $(BUILD)/train_nsa: $(BUILD)/train_nsa.o $(APART)
 	$(call quiet,LINK)$(LINK) $(filter %.o,$^) -o $@ $(LIBS)
 $(BUILD)/train_nsa.o: train_nsa.cu lib/report/hf/*.py lib/report/html/* $(BUILD)/command $(BUILD)/version
 	$(call quiet,$(COMPILER))$(COMPILE) -DCOMPILED_APART -DPROGRAM_VERSION=$(VERSION) $(DEPENDS) -c $< -o $@
 $(APART): $(BUILD)/%.o: lib/%.cpp $(BUILD)/command
-	$(call quiet,CXX )mkdir -p $(@D) && $(HOST) $(DEPENDS) -c $< -o $@
+	$(call quiet,CXX )mkdir -p $(@D) && $(HOST) -DCOMPILED_APART $(DEPENDS) -c $< -o $@
 -include $(wildcard $(BUILD)/*.d $(BUILD)/*/*.d)
 
 ifneq ($(wildcard dev/dev.mk),)

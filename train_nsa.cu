@@ -30,6 +30,7 @@ using DeviceEngine = void;
 #endif
 #include "dataloader.h"
 #include "ddp.cuh"  // after the engines, whose gradients it sums
+#include "lib/base/errors.h"
 #include "lib/model/arena.h"
 #include "lib/model/muon.h"
 #include "lib/model/sampling.h"
@@ -987,9 +988,15 @@ struct Run {
     }
 
     void save() {
+        const ProfileRange range("checkpoint", state.step);
         if (!state.bad_steps) return saver.save(state.step);
         if (is_first())  // because of --keep it could push out a good one
             complain(format_text("no checkpoint at step %lld: loss or gradient is not finite", (long long)state.step));
+    }
+
+    void save_last() {
+        const ProfileRange range("checkpoint", state.step);
+        saver.save_last(state.step);
     }
 
     // ----- one step
@@ -1067,7 +1074,7 @@ struct Run {
     // If all ranks fail between two steps, what they have learnt must not be lost. Returns what the error says of it.
     std::string save_despite_error() {
         while (!pending.empty()) error_of([&] { report_step(); });  // to learn which of them changed the weights
-        if (state.last_update > saver.last_saved_step()) saver.save_last(state.step);
+        if (state.last_update > saver.last_saved_step()) save_last();
         if (!is_first()) world.barrier();  // rank 0 ends the program on all ranks
         return saver.describe_last();
     }
@@ -1158,7 +1165,7 @@ int train_run(Run<Dev>& run, const Config& c, const Device& device, const Gradie
         fail("%s; %s", e.what(), run.save_despite_error().c_str());
     }
     const bool trained = run.state.step > first_step;
-    if (trained) run.saver.save_last(run.state.step);
+    if (trained) run.save_last();
     if (trained && run.stop == GO_ON) run.sample();
     run.model.progress("end");
     if (run.is_first()) print_end(run);

@@ -1,6 +1,6 @@
 // profile.h: names for the parts of a training step. With CUDA they are NVTX ranges, which Nsight Systems shows above
-// the kernels; --profile-steps brackets some steps for a profiler. Used by the training loop, the engines, ddp.cuh,
-// dataloader.h and saver.h.
+// the kernels; --profile-steps brackets some steps for a profiler. Used by the training loop, the engines and
+// ddp.cuh.
 #pragma once
 #include <cstdio>
 #include <utility>

@@ -27,30 +27,14 @@ using Complain =
 // ---------------------------------------------------------------------------------------------------------------------
 // Names.
 
-inline std::string checkpoint_folder(const std::string& run, int64_t step) {
-    return format_text("%s/step_%08lld", run.c_str(), (long long)step);
-}
-inline std::string checkpoint_writing(const std::string& run, int64_t step) {
-    return checkpoint_folder(run, step) + ".writing";
-}
+std::string checkpoint_folder(const std::string& run, int64_t step);
+std::string checkpoint_writing(const std::string& run, int64_t step);
 
 // The step in a folder's name (without its path) that ends in `suffix`; -1 for any other name.
-inline int64_t step_of_name(const std::string& name, const std::string& suffix = "") {
-    if (name.size() > 5 + 18 + suffix.size() || name.compare(0, 5, "step_") != 0) return -1;
-    int64_t step = 0;
-    for (size_t i = 5; i < name.size() && name[i] >= '0' && name[i] <= '9'; i++) step = step * 10 + (name[i] - '0');
-    return name == format_text("step_%08lld", (long long)step) + suffix ? step : -1;
-}
+int64_t step_of_name(const std::string& name, const std::string& suffix = "");
 
 // The steps of a run's checkpoints, the newest first, whole or not; none if there is no such folder.
-inline std::vector<int64_t> checkpoint_steps(const std::string& run) {
-    std::vector<int64_t> steps;
-    if (!file_exists(run)) return steps;
-    for (const std::string& name : folder_entries(run))
-        if (step_of_name(name) >= 0) steps.push_back(step_of_name(name));
-    std::sort(steps.rbegin(), steps.rend());
-    return steps;
-}
+std::vector<int64_t> checkpoint_steps(const std::string& run);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The manifest. JSON, whose last line is the checksum of every byte before it and the comma:
@@ -71,290 +55,67 @@ struct Manifest {
     std::string path;        // for messages
 };
 
-inline std::string manifest_ending(const std::string& before) {
-    return format_text(",\n \"crc32c\": \"%08x\"}\n", crc32c(0, before.data(), before.size()));
-}
+std::string manifest_ending(const std::string& before);
 
-// Letters, digits, '.', '_' and '-', at most 100, the first no dot: so a path never leaves its folder.
-inline bool is_checkpoint_file_name(const std::string& name) {
-    if (name.empty() || name.size() > 100 || name[0] == '.' || name == "manifest.json") return false;
-    return std::all_of(name.begin(), name.end(), [](char c) {
-        return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '.' || c == '_' ||
-               c == '-';
-    });
-}
+std::string manifest_text(int64_t step, const std::vector<FileRecord>& files, const std::string& state_json);
 
-inline std::string manifest_text(int64_t step, const std::vector<FileRecord>& files, const std::string& state_json) {
-    std::string text =
-        format_text("{\"format\": %lld,\n \"step\": %lld,\n \"files\": [", (long long)MANIFEST_FORMAT, (long long)step);
-    for (size_t i = 0; i < files.size(); i++)
-        text += format_text("%s\n  {\"name\": %s, \"size\": %llu, \"crc32c\": \"%08x\"}", i ? "," : "",
-                            json_quote(files[i].name).c_str(), (unsigned long long)files[i].size, files[i].crc32c);
-    text += "],\n \"state\": " + state_json;
-    return text + manifest_ending(text);
-}
+Manifest parse_manifest(const std::string& text, const std::string& path);
 
-inline Manifest parse_manifest(const std::string& text, const std::string& path) {
-    const std::string before = text.substr(0, text.size() - std::min(text.size(), manifest_ending("").size())),
-                      ending = manifest_ending(before);
-    if (text != before + ending)
-        fail("%s: byte %zu: found no %s at the end, which is the checksum of the bytes before: the file is damaged",
-             path.c_str(), before.size(), ending.substr(3, ending.size() - 5).c_str());
-    const Json root = parse_own_json(text, path);
-    const int64_t format = root.integer("format", path);
-    if (format != MANIFEST_FORMAT)
-        fail("%s: format: found %lld, expected %lld: it was written by another version of the program", path.c_str(),
-             (long long)format, (long long)MANIFEST_FORMAT);
-    Manifest manifest;
-    manifest.path = path;
-    manifest.step = root.integer("step", path);
-    if (manifest.step < 0) fail("%s: step: found %lld, expected 0 or more", path.c_str(), (long long)manifest.step);
-    std::set<std::string> names;
-    for (const Json& entry : root.array("files", path)) {
-        const std::string where = format_text("%s: files[%zu]", path.c_str(), manifest.files.size());
-        FileRecord file;
-        file.name = entry.string("name", where);
-        if (!is_checkpoint_file_name(file.name))
-            fail("%s: name: found %s, expected up to 100 letters, digits and . _ - that name a file of this folder",
-                 where.c_str(), json_quote(file.name).c_str());
-        if (!names.insert(file.name).second) fail("%s: name: %s is there twice", where.c_str(), file.name.c_str());
-        const int64_t size = entry.integer("size", where);
-        if (size < 0) fail("%s: size: found %lld, expected a number of bytes", where.c_str(), (long long)size);
-        file.size = uint64_t(size);
-        const std::string& digits = entry.string("crc32c", where);
-        if (digits.size() != 8 || digits.find_first_not_of("0123456789abcdef") != std::string::npos)
-            fail("%s: crc32c: found %s, expected eight hexadecimal digits", where.c_str(), json_quote(digits).c_str());
-        file.crc32c = uint32_t(std::strtoul(digits.c_str(), nullptr, 16));
-        manifest.files.push_back(std::move(file));
-    }
-    const Json& state = root.get("state", path);
-    manifest.state = state.require(Json::Object, path + ": state");
-    if (root.keys.size() != 5 || root.keys[3] != "state")
-        fail("%s: expected the keys format, step, files, state and crc32c in this order", path.c_str());
-    manifest.state_text = before.substr(size_t(state.offset));
-    return manifest;
-}
-
-inline Manifest read_manifest(const std::string& folder) {
-    const std::string path = folder + "/manifest.json";
-    if (is_gone(path)) fail("%s is missing", path.c_str());
-    return parse_manifest(read_file(path), path);
-}
+Manifest read_manifest(const std::string& folder);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Writing.
 
 // An empty folder for the files of this step; what a dead writer left of
 // the same step goes. Returns its path, checkpoint_writing(run, step).
-inline std::string begin_checkpoint(const std::string& run, int64_t step) {
-    const std::string writing = checkpoint_writing(run, step);
-    make_folders(run);
-    remove_tree(writing);
-    if (mkdir(writing.c_str(), 0777) != 0) fail("cannot make folder %s: %s", writing.c_str(), std::strerror(errno));
-    return writing;
-}
+std::string begin_checkpoint(const std::string& run, int64_t step);
 
 // Makes the files that were written into checkpoint_writing(run, step) a checkpoint: from the return on it is durable
 // under the returned name, checkpoint_folder(run, step). A folder that has this name already gives way: a step is
 // written again when its checkpoint was found damaged and the run resumed from the one before. state_json: a JSON
 // object.
-inline std::string commit_checkpoint(const std::string& run, int64_t step, const std::vector<FileRecord>& files,
-                                     const std::string& state_json) {
-    const std::string folder = checkpoint_folder(run, step), writing = checkpoint_writing(run, step),
-                      removing = folder + ".removing";
-    const std::string manifest = writing + "/manifest.json", text = manifest_text(step, files, state_json);
-    parse_manifest(text, manifest);  // what no reader would take is not written
-    for (const FileRecord& file : files) {
-        const std::string path = writing + "/" + file.name;
-        if (!file_exists(path))
-            fail("%s was written and is not there: all ranks have to see the same folder", path.c_str());
-        if (file_size(path) != file.size)
-            fail("%s has %llu bytes, %llu were written", path.c_str(), (unsigned long long)file_size(path),
-                 (unsigned long long)file.size);
-    }
-    write_text_file(manifest, text);
-    sync_folder(writing);
-    const bool replaces = file_exists(folder);
-    if (replaces) {
-        remove_tree(removing);
-        rename_path(folder, removing);
-    }
-    rename_path(writing, folder);
-    sync_folder(run);
-    if (replaces) remove_tree(removing);
-    return folder;
-}
-
-// Removes folders that are no longer, or not yet, checkpoints: a folder gets the name first, which must be durable
-// before its files go.
-inline void remove_renamed(const std::string& run, const std::vector<std::string>& names, const Complain& complain) {
-    for (const std::string& name : names) {
-        const std::string error = error_of([&] { remove_tree(run + "/" + name); });
-        if (!error.empty()) complain(error);
-    }
-}
+std::string commit_checkpoint(const std::string& run, int64_t step, const std::vector<FileRecord>& files,
+                              const std::string& state_json);
 
 // Gives up a checkpoint that could not be written, so that a full disk has its space back.
-inline void abandon_checkpoint(const std::string& run, int64_t step, const Complain& complain) {
-    remove_renamed(run, {name_of(checkpoint_writing(run, step))}, complain);
-}
+void abandon_checkpoint(const std::string& run, int64_t step, const Complain& complain);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Reading.
 
 // Throws unless the file is there, or where a link leads, with the size and the checksum of the record.
-inline void verify_file(const std::string& folder, const FileRecord& expected) {
-    const std::string path = folder + "/" + expected.name;
-    struct stat s;
-    if (stat(path.c_str(), &s) != 0)
-        fail("%s: %s, the manifest expects %llu bytes", path.c_str(),
-             errno != ENOENT ? std::strerror(errno)
-             : is_gone(path) ? "the file is missing"
-                             : "the link leads to no file",
-             (unsigned long long)expected.size);
-    if (!S_ISREG(s.st_mode)) fail("%s is no regular file", path.c_str());
-    if (uint64_t(s.st_size) != expected.size)
-        fail("%s has %llu bytes, the manifest says %llu", path.c_str(), (unsigned long long)s.st_size,
-             (unsigned long long)expected.size);
-    const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-    if (fd < 0) fail("cannot open %s: %s", path.c_str(), std::strerror(errno));
-    const auto close_file = [](const int* open_fd) { ::close(*open_fd); };
-    const std::unique_ptr<const int, decltype(close_file)> closes(&fd, close_file);
-    std::vector<char> piece(1 << 20);
-    uint64_t size = 0;
-    uint32_t crc = 0;
-    while (size <= expected.size) {  // one read beyond the end, so that a file that grows is noticed
-        const ssize_t n = ::read(fd, piece.data(), piece.size());
-        if (n < 0 && errno == EINTR) continue;
-        if (n < 0) fail("cannot read %s: %s", path.c_str(), std::strerror(errno));
-        if (n == 0) break;
-        crc = crc32c(crc, piece.data(), size_t(n));
-        size += uint64_t(n);
-    }
-    if (size != expected.size)
-        fail("%s has %llu bytes, the manifest says %llu", path.c_str(), (unsigned long long)size,
-             (unsigned long long)expected.size);
-    if (crc != expected.crc32c)
-        fail("%s has checksum %08x, the manifest says %08x", path.c_str(), crc, expected.crc32c);
-}
+void verify_file(const std::string& folder, const FileRecord& expected);
 
 // What of a checkpoint is wanted: all of it, to resume, or the model, which needs no optimiser's files.
 enum class Wanted { ALL, MODEL };
 
-inline bool is_model_file(const std::string& name) { return name == "model.safetensors" || name == "config.json"; }
-
 // Reads the files of a checkpoint; returns when all are as the manifest says, else throws one line about the first that
 // is not.
-inline Manifest verify_checkpoint(const std::string& folder, Wanted wanted = Wanted::ALL) {
-    Manifest manifest = read_manifest(folder);
-    const int64_t named = step_of_name(name_of(folder));
-    if (named >= 0 && named != manifest.step)
-        fail("%s: step: found %lld, the folder's name says %lld", manifest.path.c_str(), (long long)manifest.step,
-             (long long)named);
-    const Progress progress("checking " + folder);
-    for (const FileRecord& file : manifest.files)
-        if (wanted == Wanted::ALL || is_model_file(file.name)) verify_file(folder, file);
-    return manifest;
-}
+Manifest verify_checkpoint(const std::string& folder, Wanted wanted = Wanted::ALL);
 
 // The same for a model, whose manifest may be gone: it is taken as it is, with a complaint.
-inline void verify_model(const std::string& folder, const Complain& complain) {
-    if (file_exists(folder + "/manifest.json") || !file_exists(folder + "/model.safetensors"))
-        return void(verify_checkpoint(folder, Wanted::MODEL));
-    complain(folder + " has no manifest.json, so nothing tells whether its files are whole");
-}
+void verify_model(const std::string& folder, const Complain& complain);
 
 // The folder of the newest checkpoint that is as its manifest says; one complaint for each newer one, whose name and
 // fault it tells. "" if there is none.
-inline std::string newest_intact_checkpoint(const std::string& run, const Complain& complain,
-                                            Wanted wanted = Wanted::ALL) {
-    const std::vector<int64_t> steps = checkpoint_steps(run);
-    for (size_t i = 0; i < steps.size(); i++) {
-        const std::string folder = checkpoint_folder(run, steps[i]);
-        try {
-            if (wanted == Wanted::MODEL) verify_model(folder, complain);
-            else verify_checkpoint(folder);
-            return folder;
-        } catch (const Error& e) {
-            // A run that goes on has removed it meanwhile (--keep), so there is a newer one.
-            if (is_gone(folder)) return newest_intact_checkpoint(run, complain, wanted);
-            complain(format_text("%s is damaged: %s; %s", folder.c_str(), e.what(),
-                                 i + 1 < steps.size() ? "taking the one before" : "there is none before it"));
-        }
-    }
-    return "";
-}
+std::string newest_intact_checkpoint(const std::string& run, const Complain& complain, Wanted wanted = Wanted::ALL);
 
 // The step of the checkpoint whose weights had the lowest validation loss, the newest of equal ones; -1 where none was
 // validated. The manifest's state says it of its own checkpoint, so nothing has to be kept in step with the folder:
 //     "validation": {"loss": 3.2924, "data": "which"}
 // Only losses on the same data compare: on those of the newest that was validated.
-inline int64_t best_step(const std::string& run, const Complain& complain) {
-    int64_t best = -1;
-    double least = std::numeric_limits<double>::infinity();
-    std::string data;
-    for (const int64_t step : checkpoint_steps(run)) try {
-            const Manifest manifest = read_manifest(checkpoint_folder(run, step));
-            const Json* const validation = manifest.state.find("validation");
-            if (!validation) continue;
-            const std::string where = manifest.path + ": validation";
-            const double loss = validation->number("loss", where);
-            const std::string& on = validation->string("data", where);
-            if (data.empty()) data = on;
-            if (on == data && loss < least) {
-                best = step;
-                least = loss;
-            }
-        } catch (const Error& e) {
-            complain(format_text("%s; its checkpoint is not looked at", e.what()));
-        }
-    return best;
-}
+int64_t best_step(const std::string& run, const Complain& complain);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Removing.
 
 // Keeps the `keep` newest checkpoints (0: all), those whose step is a multiple of keep_every (0: no others), and the
 // best; and, should all of these be damaged, the newest that is intact. What cannot be removed is a complaint.
-inline void remove_old_checkpoints(const std::string& run, int64_t keep, int64_t keep_every, const Complain& complain) {
-    if (keep <= 0) return;
-    try {
-        const std::vector<int64_t> steps = checkpoint_steps(run);
-        std::vector<int64_t> old;
-        for (size_t i = size_t(keep); i < steps.size(); i++)
-            if (keep_every <= 0 || steps[i] % keep_every != 0) old.push_back(steps[i]);
-        if (old.empty()) return;
-        const int64_t best = best_step(run, [](const std::string&) {});  // a reader is told what is damaged
-        const std::string intact = newest_intact_checkpoint(run, complain);
-        std::vector<std::string> removing;
-        for (int64_t step : old) {
-            const std::string folder = checkpoint_folder(run, step), name = name_of(folder) + ".removing";
-            if (folder == intact || step == best) continue;
-            try {
-                remove_tree(run + "/" + name);  // left by a removal that failed
-                rename_path(folder, run + "/" + name);
-                removing.push_back(name);
-            } catch (const Error& e) {
-                complain(e.what());
-            }
-        }
-        if (removing.empty()) return;
-        sync_folder(run);  // a power cut must not bring back the name of a folder that has lost files
-        remove_renamed(run, removing, complain);
-    } catch (const Error& e) {
-        complain(format_text("old checkpoints stay: %s", e.what()));
-    }
-}
+void remove_old_checkpoints(const std::string& run, int64_t keep, int64_t keep_every, const Complain& complain);
 
 // Removes what writers and removers that died have left. Only at the start of a run, while nobody writes.
-inline void clean_leftovers(const std::string& run, const Complain& complain) {
-    if (!file_exists(run)) return;
-    try {
-        std::vector<std::string> leftovers;
-        for (const std::string& name : folder_entries(run))
-            if (step_of_name(name, ".writing") >= 0 || step_of_name(name, ".removing") >= 0) leftovers.push_back(name);
-        remove_renamed(run, leftovers, complain);
-    } catch (const Error& e) {
-        complain(e.what());
-    }
-}
+void clean_leftovers(const std::string& run, const Complain& complain);
+
+#ifndef COMPILED_APART  // see lib/cpu/kernels.cpp
+#include "checkpoint.cpp"
+#endif

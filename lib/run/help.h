@@ -12,59 +12,10 @@
 #include "options.h"
 
 // Columns of what stdout leads to: COLUMNS, else what the terminal says, else 80.
-inline size_t terminal_width() {
-    const char* const variable = std::getenv("COLUMNS");
-    const long columns = variable ? std::atol(variable) : 0;
-    if (columns > 0) return size_t(columns);
-    struct winsize size;
-    return ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col ? size.ws_col : 80;
-}
+size_t terminal_width();
 
-// A label and the words after it. Further lines begin under the first word; a word with a space in it is not broken.
-inline void print_wrapped(const std::string& label, const std::vector<std::string>& words, size_t width) {
-    constexpr size_t indent = 21;
-    std::string line = label + std::string(label.size() < indent - 1 ? indent - 1 - label.size() : 0, ' ');
-    for (size_t i = 0; i < words.size(); i++) {
-        if (i && line.size() + 1 + words[i].size() > width) {
-            std::printf("%s\n", line.c_str());
-            line = std::string(indent - 1, ' ');
-        }
-        line += " " + words[i];
-    }
-    std::printf("%s\n", line.c_str());
-}
+void print_help(Verb verb);
 
-inline std::vector<std::string> words_of_text(const std::string& text) {
-    std::vector<std::string> words;
-    for (size_t begin = 0, end; begin < text.size(); begin = end + 1) {
-        end = std::min(text.find(' ', begin), text.size());
-        words.push_back(text.substr(begin, end - begin));
-    }
-    return words;
-}
-
-// What a preset stands for, as options.
-inline std::vector<std::string> words_of_preset(const Config& p) {
-    std::vector<std::string> words = {"="};
-    for (const Option& o : OPTIONS)
-        if (!std::strcmp(o.default_text, "preset") || !std::strcmp(o.name, "batch"))
-            words.push_back("--" + std::string(o.name) + " " + value_text(p, o));
-    return words;
-}
-
-inline void print_help(Verb verb) {
-    const size_t width = terminal_width();
-    std::printf("usage: ./train_nsa [VERB] [--option VALUE | --option=VALUE]...\n\nverbs:\n");
-    for (const VerbName& v : VERBS) print_wrapped("  " + std::string(v.name), words_of_text(v.help), width);
-    print_wrapped("  help", words_of_text("this text; of another verb: help VERB, or VERB --help"), width);
-    std::printf("\noptions of %s:\n", verb_name(verb));
-    for (const Option& o : OPTIONS)
-        if (o.verbs & verb)
-            print_wrapped("  --" + std::string(o.name),
-                          words_of_text(format_text("%s (%s, default %s)", o.help, range_text(o).c_str(),
-                                                    *o.default_text ? o.default_text : "none")),
-                          width);
-    if (!(verb & option_named("model").verbs)) return;
-    std::printf("\npresets:\n");
-    for (const Config& p : PRESETS) print_wrapped("  --model " + p.model, words_of_preset(p), width);
-}
+#ifndef COMPILED_APART  // see lib/cpu/kernels.cpp
+#include "help.cpp"
+#endif

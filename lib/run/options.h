@@ -110,7 +110,7 @@ struct Values {
     Values(double low, double high) : low(low), high(high) {}
 };
 using between = Values;
-static const Values ANY(nullptr);
+inline const Values ANY(nullptr);
 
 struct Option : Values {
     const char* name;
@@ -136,7 +136,7 @@ struct Option : Values {
 
 constexpr double K = 1e3, M = 1e6, T = 1e12;
 
-static const Option OPTIONS[] = {
+inline const Option OPTIONS[] = {
     // the model; the letters are those of dev/MODEL.md and the paper
     {"model", TRAIN | CHECK_VERB, &TrainConfig::model, "tiny", "tiny|2m|50m|125m|350m",
      "preset for the options whose default is 'preset'; 2m: an hour on a laptop's CPU; 50m: an evening on a "
@@ -433,14 +433,14 @@ inline Config preset_350m() {
     return p;
 }
 
-static const Config PRESETS[] = {preset_tiny(), preset_2m(), preset_50m(), preset_125m(), preset_350m()};
+inline const Config PRESETS[] = {preset_tiny(), preset_2m(), preset_50m(), preset_125m(), preset_350m()};
 
 struct VerbName {
     const char* name;
     Verb verb;
     const char* help;
 };
-static const VerbName VERBS[] = {
+inline const VerbName VERBS[] = {
     {"train", TRAIN, "train a model (this is the verb when none is given)"},
     {"vocabulary", VOCABULARY, "learn a vocabulary from text: --in FILE... --size 8192 --out DIR"},
     {"tokenize", TOKENIZE, "turn text into token shards: --in FILE... --out PREFIX"},
@@ -454,108 +454,27 @@ static const VerbName VERBS[] = {
 };
 
 // Null where no verb has this name.
-inline const VerbName* verb_named(const std::string& name) {
-    const auto found =
-        std::find_if(std::begin(VERBS), std::end(VERBS), [&](const VerbName& v) { return name == v.name; });
-    return found == std::end(VERBS) ? nullptr : found;
-}
+const VerbName* verb_named(const std::string& name);
 
-inline const char* verb_name(Verb verb) {
-    return std::find_if(std::begin(VERBS), std::end(VERBS), [&](const VerbName& v) { return v.verb == verb; })->name;
-}
+const char* verb_name(Verb verb);
 
 // Null where no option has this name.
-inline const Option* find_option(const std::string& name) {
-    const auto found =
-        std::find_if(std::begin(OPTIONS), std::end(OPTIONS), [&](const Option& o) { return name == o.name; });
-    return found == std::end(OPTIONS) ? nullptr : found;
-}
+const Option* find_option(const std::string& name);
 inline const Option& option_named(const std::string& name) { return *find_option(name); }
 
 // "seq-len" as JSON files spell it.
-inline std::string underscored(std::string name) {
-    std::replace(name.begin(), name.end(), '-', '_');
-    return name;
-}
+std::string underscored(std::string name);
 
-inline std::string value_text(const Config& c, const Option& o) {
-    if (o.integer) return std::to_string(c.*o.integer);
-    if (o.real) return format_text("%.15g", c.*o.real);
-    if (o.text) return c.*o.text;
-    if (o.flag) return c.*o.flag ? "on" : "off";
-    std::string all;
-    for (const std::string& s : c.*o.list) all += (all.empty() ? "" : " ") + s;
-    return all;
-}
+std::string value_text(const Config& c, const Option& o);
 
-inline std::string range_text(const Option& o) {
-    if (o.integer || o.real) return format_text("%s %.7g..%.7g", o.integer ? "integer" : "number", o.low, o.high);
-    if (o.choices) return o.choices;
-    return o.flag ? "flag" : o.list ? "text..." : "text";
-}
+std::string range_text(const Option& o);
 
-inline bool is_choice(const std::string& word, const std::string& choices) {
-    return ("|" + choices + "|").find("|" + word + "|") != std::string::npos && word.find('|') == std::string::npos;
-}
+bool is_choice(const std::string& word, const std::string& choices);
 
 // An option as it can be typed.
-inline std::string option_words(const std::string& name, const std::string& value) {
-    return "--" + name + (value.compare(0, 2, "--") ? " " : "=") + shell_word(value);
-}
+std::string option_words(const std::string& name, const std::string& value);
 
-// What a shell makes of a ~ and of braces, unless they stand in quotes or behind a =, no program makes of them.
-inline void refuse_unexpanded(const std::string& name, const std::string& value) {
-    const bool is_sets = is_choice(name, "data|val-data"), is_written = is_choice(name, "out|html|json|dump-state");
-    if (!is_sets && !is_written && !is_choice(name, "in|from|text|prompt-file|hellaswag|vocab-dir|init-from|config"))
-        return;
-    for (size_t at = value.find('~'); at != std::string::npos; at = value.find('~', at + 1)) {
-        const bool begins = at == 0 || (is_sets && (value[at - 1] == ',' || value[at - 1] == '='));
-        const std::string home = value.substr(at, value.find('/', at) - at);
-        if (begins && (home == "~" || home.size() < value.size() - at) && !file_exists(home))
-            fail_usage(
-                "--%s '%s': in quotes, or behind a =, the shell leaves %s as it is: write $HOME, or the whole path",
-                name.c_str(), value.c_str(), home.c_str());
-    }
-    const size_t open = value.find('{'), close = value.find('}', std::min(open, value.size()));
-    if (is_written || close == std::string::npos || file_exists(value)) return;
-    const std::string inside = value.substr(open, close - open);
-    const bool has_comma = !places_of(',', inside).empty();
-    if (!has_comma && inside.find("..") == std::string::npos) return;
-    std::vector<std::string> files;
-    if (!(has_comma && is_sets)) error_of([&] { files = glob_files(value); });
-    if (files.empty())
-        fail_usage(
-            "--%s '%s': braces are the shell's, and in quotes they stay: write [ab] for one of two letters, or %s",
-            name.c_str(), value.c_str(), is_sets ? "the patterns one by one, with a comma between them" : "every name");
-}
-
-inline void set_option(Config& c, const Option& o, const std::string& value) {
-    if (o.text || o.list) refuse_unexpanded(o.name, value);
-    if (o.flag) {
-        if (!is_choice(value, "on|off|1|0"))
-            fail_usage("--%s is '%s'; it is a flag: give it without a value, or 0 for off", o.name, value.c_str());
-        c.*o.flag = value == "on" || value == "1";
-    } else if (o.list) {
-        (c.*o.list).push_back(value);
-    } else if (o.text) {
-        if (o.text == &Config::from) c.runs.push_back(value);
-        if (o.choices && !is_choice(value, o.choices))
-            fail_usage("--%s is '%s'; expected one of %s", o.name, value.c_str(), o.choices);
-        c.*o.text = value;
-    } else if (o.integer && value == "auto" && value == o.default_text) {
-        c.*o.integer = 0;  // worked out later
-    } else {
-        char* end = nullptr;
-        const double number = std::strtod(value.c_str(), &end);  // takes more: hexadecimal, nan, blanks in front
-        const bool decimal =
-            value.find_first_not_of(o.integer ? "-0123456789" : "+-.0123456789eE") == std::string::npos;
-        if (value.empty() || *end || !decimal || !(number >= o.low && number <= o.high))
-            fail_usage("--%s is '%s'; expected %s in %.15g..%.15g", o.name, value.c_str(),
-                       o.integer ? "an integer, in decimal digits," : "a number", o.low, o.high);
-        if (o.integer) c.*o.integer = int64_t(number);
-        else c.*o.real = number;
-    }
-}
+void set_option(Config& c, const Option& o, const std::string& value);
 
 // What people type who come from other programs, for each of our options.
 static const struct {
@@ -591,334 +510,67 @@ static const struct {
     {"temperature", "temp"},
 };
 
-// Another program's name for an option of this verb, or our own name as JSON files spell it; "" where there is none.
-inline std::string familiar_option(std::string word, Verb verb) {
-    std::replace(word.begin(), word.end(), '_', '-');
-    for (const Option& o : OPTIONS) {
-        if (!(o.verbs & verb)) continue;
-        if (word == o.name) return word;
-        for (const auto& other : OTHER_NAMES)
-            if (is_choice(word, other.typed) && !std::strcmp(o.name, other.option)) return o.name;
-    }
-    return "";
-}
-
 // where: what stands before the message.
-[[noreturn]] static void fail_unknown_option(const std::string& name, Verb verb, const std::string& where) {
-    const std::string meant = familiar_option(name, verb);
-    if (!meant.empty())
-        fail_usage("%s--%s is no option; did you mean --%s?", where.c_str(), name.c_str(), meant.c_str());
-    fail_usage("%s--%s is no option (--help lists them)", where.c_str(), name.c_str());
-}
-
-// A word that is neither an option nor a value. option: the last one before it, without --, or "".
-[[noreturn]] static void fail_stray_word(const std::string& word, const std::string& option) {
-    if (verb_named(word))
-        fail_usage("'%s' is a verb, which comes first: ./train_nsa %s ...", word.c_str(), word.c_str());
-    const bool takes_files = option == "data" || option == "val-data" || option == "in";
-    if (takes_files && access(word.c_str(), F_OK) == 0)
-        fail_usage(
-            "'%s' is no option, but a file behind --%s: has the shell put the names of files in place of a pattern? "
-            "Put it in quotes, as in --%s 'data/*.%s'",
-            word.c_str(), option.c_str(), option.c_str(), option == "in" ? "txt" : "bin");
-    fail_usage("'%s' is no option; options begin with -- (--help lists them)", word.c_str());
-}
-
-// The option that a word without one is the value of: the folder of a run after a verb that reads one, or after
-// --resume. "": none.
-inline std::string option_of_folder(const std::string& word, Verb verb, const std::string& last,
-                                    const std::set<std::string>& given) {
-    const bool is_file = access(word.c_str(), F_OK) == 0 && access((word + "/.").c_str(), F_OK) != 0;
-    if (word.empty() || is_file) return "";
-    if (verb == TRAIN) return last == "resume" && !given.count("out") ? "out" : "";
-    const bool reads_runs = verb & (SAMPLE | EVAL | EXPORT | IMPORT | REPORT | INSPECT);
-    return reads_runs && (verb == REPORT || !given.count("from")) ? "from" : "";
-}
-
-// The verb that a command line begins with, `train` where it names none. at: gets the place of the word after it.
-inline Verb read_verb(int argc, const char* const* argv, Config& c, int& at) {
-    at = 1;
-    while (argc > at && !std::strcmp(argv[at], "help")) at++;  // `help sample` is `sample --help`
-    c.help = at > 1;
-    if (argc == at || argv[at][0] == '-') return TRAIN;
-    c.verb = argv[at++];
-    std::string names;
-    for (const VerbName& v : VERBS) names += std::string(v.name) + ", ";
-    if (!verb_named(c.verb)) fail_usage("'%s' is no verb; expected one of %shelp", c.verb.c_str(), names.c_str());
-    return verb_named(c.verb)->verb;
-}
+[[noreturn]] void fail_unknown_option(const std::string& name, Verb verb, const std::string& where);
 
 // Is this command line for one process alone, whatever a shell of a cluster has in its environment? Only mpirun starts
 // several of these, which are refused.
-inline bool is_for_one_process(int argc, const char* const* argv, bool by_mpirun) {
-    Config c;
-    int at;
-    Verb verb = TRAIN;
-    error_of([&] { verb = read_verb(argc, argv, c, at); });
-    const auto prints = [](const std::string& word) { return is_choice(word, "-h|--help|--version"); };
-    return c.help || std::any_of(argv + std::min(1, argc), argv + argc, prints) ||
-           (!(verb & (TRAIN | EVAL)) && !by_mpirun);
-}
+bool is_for_one_process(int argc, const char* const* argv, bool by_mpirun);
 
 // What was asked for: the command line over the table's defaults. Names of the options given are left in `given`.
-inline Config parse_options(int argc, const char* const* argv, std::set<std::string>& given) {
-    Config c;
-    std::string option;  // the last one so far
-    for (const Option& o : OPTIONS)
-        if (*o.default_text &&
-            (o.choices ? is_choice(o.default_text, o.choices)
-                       : std::strcmp(o.default_text, "preset") && std::strcmp(o.default_text, "auto")))
-            set_option(c, o, o.default_text);
-    int at;
-    const Verb verb = read_verb(argc, argv, c, at);
-    while (at < argc) {
-        std::string word = argv[at++];
-        if (word == "-h") word = "--help";
-        if (word.compare(0, 2, "--") != 0) {
-            const std::string name = verb_named(word) ? "" : option_of_folder(word, verb, option, given);
-            if (name.empty()) fail_stray_word(word, option);
-            set_option(c, option_named(name), word);
-            given.insert(name);
-            continue;
-        }
-        const size_t equals = word.find('=');
-        const std::string name = word.substr(2, equals == std::string::npos ? equals : equals - 2);
-        const Option* const o = find_option(name);
-        if (!o) fail_unknown_option(name, verb, "");
-        if (!(o->verbs & verb))
-            fail_usage("--%s is no option of '%s' (./train_nsa %s --help lists its options)", name.c_str(),
-                       c.verb.c_str(), c.verb.c_str());
-        const bool several = o->list || (verb == REPORT && name == "from");  // runs to be laid over each other
-        if (!given.insert(name).second && (o->list || !several)) fail_usage("--%s is given twice", name.c_str());
-        option = name;
-        if (o->flag && equals == std::string::npos) {
-            const bool has_value = at < argc && is_choice(argv[at], "on|off|1|0");
-            set_option(c, *o, has_value ? argv[at++] : "on");
-            continue;
-        }
-        if (equals != std::string::npos) {
-            set_option(c, *o, word.substr(equals + 1));
-            continue;
-        }
-        if (at == argc || !std::strncmp(argv[at], "--", 2))
-            fail_usage("--%s needs a value: %s%s", name.c_str(), range_text(*o).c_str(),
-                       at == argc || o->choices || !(o->text || o->list)
-                           ? ""
-                           : ("; one that begins with -- is given as " + option_words(name, argv[at])).c_str());
-        set_option(c, *o, argv[at++]);
-        while (several && at < argc && std::strncmp(argv[at], "--", 2)) set_option(c, *o, argv[at++]);
-    }
-    if (!c.batch) given.erase("batch");  // --batch auto
-    return c;
-}
+Config parse_options(int argc, const char* const* argv, std::set<std::string>& given);
 
-inline const Config& preset_of(const TrainConfig& c) {
-    return *std::find_if(std::begin(PRESETS), std::end(PRESETS), [&](const Config& p) { return c.model == p.model; });
-}
+const Config& preset_of(const TrainConfig& c);
 
 // What the preset decides, where the command line was silent.
-inline void apply_preset(Config& c, const std::set<std::string>& given) {
-    for (const Option& o : OPTIONS)
-        if (!std::strcmp(o.default_text, "preset") && !given.count(o.name))
-            set_option(c, o, value_text(preset_of(c), o));
-    if (c.head == "untied" && c.init == "random" && !given.count("init")) c.init = "narrow";
-    if (!given.count("out")) c.out = "runs/" + c.model;
-    while (c.out.size() > 1 && c.out.back() == '/') c.out.pop_back();
-    if (c.out.empty()) fail_usage("--out is empty; expected a folder for the run");
-    if (c.tokenizer == "bytes") c.vocab_size = 256;
-    else if (!c.vocab_dir.empty()) c.vocab_size = int64_t(vocabulary_size(c.vocab_dir));
-    else if (!c.vocab_size) c.vocab_size = GPT2_VOCABULARY;
-}
+void apply_preset(Config& c, const std::set<std::string>& given);
 
 // A configuration as this command line would make it.
-inline Config options_of(const std::string& words) {
-    std::istringstream in(words);
-    std::vector<std::string> all = {"train_nsa"};
-    for (std::string word; in >> word;) all.push_back(word);
-    std::vector<const char*> argv;
-    for (const std::string& word : all) argv.push_back(word.c_str());
-    std::set<std::string> given;
-    Config c = parse_options(int(argv.size()), argv.data(), given);
-    apply_preset(c, given);
-    return c;
-}
+Config options_of(const std::string& words);
 
 // The layers of --attention; none where the text is no pattern of them.
-inline std::vector<LayerKind> layer_kinds(const std::string& pattern) {
-    std::vector<LayerKind> kinds;
-    for (const std::string& name : set_texts(pattern)) {
-        const auto found = std::find(std::begin(LAYER_KIND_NAMES), std::end(LAYER_KIND_NAMES), name);
-        if (found == std::end(LAYER_KIND_NAMES) || kinds.size() == MAX_PATTERN) return {};
-        kinds.push_back(LayerKind(found - LAYER_KIND_NAMES));
-    }
-    return kinds;
-}
-inline bool has_layers(const ModelConfig& c, LayerKind kind) {
-    const std::vector<LayerKind> kinds = layer_kinds(c.attention);
-    return std::find(kinds.begin(), kinds.end(), kind) != kinds.end();
-}
+std::vector<LayerKind> layer_kinds(const std::string& pattern);
+bool has_layers(const ModelConfig& c, LayerKind kind);
 
 // Contradictions between options of the model. `where` names the source: the command line or a config.json.
-inline void validate_model(const ModelConfig& c, const char* where) {
-    if (c.heads % c.kv_groups)
-        fail_usage("%s: --heads %lld is not divisible by --kv-groups %lld", where, (long long)c.heads,
-                   (long long)c.kv_groups);
-    if (c.head_dim % 2)
-        fail_usage("%s: --head-dim %lld is odd; rotary embedding pairs its elements", where, (long long)c.head_dim);
-    if (c.cmp_block % c.cmp_stride)
-        fail_usage("%s: --cmp-block %lld is not a multiple of --cmp-stride %lld", where, (long long)c.cmp_block,
-                   (long long)c.cmp_stride);
-    if (c.slc_block % c.cmp_stride)
-        fail_usage("%s: --slc-block %lld is not a multiple of --cmp-stride %lld", where, (long long)c.slc_block,
-                   (long long)c.cmp_stride);
-    if (c.slc_count < 3)
-        fail_usage("%s: --slc-count %lld; at least 3 blocks are always selected", where, (long long)c.slc_count);
-    const std::vector<LayerKind> kinds = layer_kinds(c.attention);
-    if (kinds.empty())
-        fail_usage(
-            "%s: --attention is '%s'; expected nsa, full or window, or a pattern of at most %d of them, such as "
-            "window,nsa",
-            where, c.attention.c_str(), MAX_PATTERN);
-    if (int64_t(kinds.size()) > c.layers)
-        fail_usage("%s: --attention %s names %zu layers, and --layers is %lld: leave the last ones out", where,
-                   c.attention.c_str(), kinds.size(), (long long)c.layers);
-}
+void validate_model(const ModelConfig& c, const char* where);
 
 // A step takes minutes to hours on a CPU, so there it is one sequence per rank unless the user says otherwise.
 inline bool is_too_large_for_cpu(const TrainConfig& c) { return preset_of(c).total_batch > 16384; }
 
 // Batch sizes. What was not given follows from the preset, the device and the number of ranks; what was given must fit
 // together.
-inline void resolve_batch(TrainConfig& c, const std::set<std::string>& given, int ranks, bool gpu) {
-    const Config& p = preset_of(c);
-    const bool as_preset = gpu || !is_too_large_for_cpu(c);
-    int64_t sequences = as_preset ? p.total_batch / c.seq_len : 1;
-    if (given.count("total-batch")) {
-        sequences = c.total_batch / c.seq_len;
-        if (c.total_batch % c.seq_len)
-            fail_usage("--total-batch %lld is not a multiple of --seq-len %lld", (long long)c.total_batch,
-                       (long long)c.seq_len);
-    } else {
-        const int64_t unit = ranks * (given.count("batch") ? c.batch : 1);
-        sequences = std::max<int64_t>(sequences / unit, 1) * unit;
-    }
-    c.total_batch = sequences * c.seq_len;
-    const int64_t per_rank = sequences / ranks;
-    if (sequences % ranks)
-        fail_usage("--total-batch %lld is %s of --seq-len %lld, not divisible by %d ranks", (long long)c.total_batch,
-                   counted(sequences, "sequence").c_str(), (long long)c.seq_len, ranks);
-    if (!given.count("batch"))
-        for (c.batch = std::min(c.batch ? c.batch : as_preset ? p.batch : 1, per_rank); per_rank % c.batch; c.batch--) {
-        }  // a resumed run has one already
-    if (per_rank % c.batch)
-        fail_usage("--total-batch %lld is %s for each rank, not divisible by --batch %lld", (long long)c.total_batch,
-                   counted(per_rank, "sequence").c_str(), (long long)c.batch);
-}
+void resolve_batch(TrainConfig& c, const std::set<std::string>& given, int ranks, bool gpu);
 
-// What only layers of NSA have, and, the window, those of a window too.
-static const char* const NSA_OPTIONS[] = {"cmp-block", "cmp-stride", "slc-block", "slc-count",
-                                          "window",    "phi-hidden", "branches"};
 // Does no layer of this model have what the option is of?
-inline bool is_of_no_layer(const std::string& name, const ModelConfig& c) {
-    if (has_layers(c, NSA_LAYER) || (name == "window" && has_layers(c, WINDOW_LAYER))) return false;
-    return std::find(std::begin(NSA_OPTIONS), std::end(NSA_OPTIONS), name) != std::end(NSA_OPTIONS);
-}
+bool is_of_no_layer(const std::string& name, const ModelConfig& c);
 
 // The first and the last step of --profile-steps; 0 and -1 where there are none.
-inline std::pair<int64_t, int64_t> profiled_steps(const MachineConfig& c) {
-    if (c.profile_steps.empty()) return {0, -1};
-    long long first = 0, last = 0;
-    char rest = 0;
-    const int found = std::sscanf(c.profile_steps.c_str(), "%lld-%lld%c", &first, &last, &rest);
-    const bool digits = c.profile_steps.find_first_not_of("0123456789-") == std::string::npos,
-               ends = c.profile_steps.back() != '-';
-    if (found == 1) last = first;
-    if (found < 1 || found > 2 || !digits || !ends || first < 1 || last < first)
-        fail_usage("--profile-steps is '%s'; expected the first and the last step, such as 20-29, or one alone",
-                   c.profile_steps.c_str());
-    return {first, last};
-}
+std::pair<int64_t, int64_t> profiled_steps(const MachineConfig& c);
 
 // Steps of warm-up. Tokens become whole steps, which --total-batch makes more or fewer.
-inline int64_t warmup_steps(const TrainConfig& c) {
-    std::string digits = c.warmup;
-    int64_t unit = 0;
-    for (const auto& [letter, factor] : {std::pair('K', K), std::pair('M', M), std::pair('B', 1e9)})
-        if (!digits.empty() && digits.back() == letter) unit = int64_t(factor);
-    if (unit) digits.pop_back();
-    if (digits.empty() || digits.size() > (unit ? 6 : 12) ||
-        digits.find_first_not_of("0123456789") != std::string::npos)
-        fail_usage("--warmup is '%s'; expected steps, or tokens with K, M or B behind the number, such as 2M",
-                   c.warmup.c_str());
-    const int64_t number = std::stoll(digits);
-    return unit ? (number * unit + c.total_batch - 1) / std::max<int64_t>(c.total_batch, 1) : number;
-}
+int64_t warmup_steps(const TrainConfig& c);
 
 // Options given for what no layer has, or for a file that is there.
-inline void validate_given(const TrainConfig& c, const std::set<std::string>& given) {
-    require_output_file("dump-state", c.dump_state);
-    profiled_steps(c);
-    warmup_steps(c);
-    if (c.allow_new_data && !c.resume) fail_usage("--allow-new-data is for a resume: give --resume, or leave it out");
-    for (const char* name : NSA_OPTIONS)
-        if (given.count(name) && is_of_no_layer(name, c))
-            fail_usage("--%s is of --attention nsa, and this run has --attention %s: leave one of them out", name,
-                       c.attention.c_str());
-}
+void validate_given(const TrainConfig& c, const std::set<std::string>& given);
 
 // A warning for each option whose effect the user may not expect.
-inline void warn_of_doubtful_options(const TrainConfig& c, const std::set<std::string>& given) {
-    if (has_layers(c, NSA_LAYER) && c.seq_len < c.cmp_block)
-        complain(
-            format_text("--seq-len %lld is shorter than --cmp-block %lld: the compressed branch never has "
-                        "a block, and the selection has nothing to go by",
-                        (long long)c.seq_len, (long long)c.cmp_block));
-    if (c.lr == 0 && c.dump_state.empty())
-        complain("--lr 0: nothing is learnt, every step leaves the weights as they are");
-    const int64_t warmup = warmup_steps(c);
-    if (c.dump_state.empty() && c.lr > 0 && c.steps > 0 && c.steps < warmup)
-        complain(
-            format_text("--steps %lld ends within the %lld steps of --warmup: the learning rate never gets "
-                        "beyond %.2g of --lr %g",
-                        (long long)c.steps, (long long)warmup, double(c.steps) / double(warmup), c.lr));
-    if (c.sample_tokens > c.seq_len && given.count("sample-tokens"))
-        complain(
-            format_text("--sample-tokens %lld is more than --seq-len %lld: what the model writes beyond "
-                        "that length it has not learnt",
-                        (long long)c.sample_tokens, (long long)c.seq_len));
-}
+void warn_of_doubtful_options(const TrainConfig& c, const std::set<std::string>& given);
 
 // The built-in corpus is no text of GPT-2's tokens.
-inline void require_no_bytes(const TrainConfig& c) {
-    if (c.tokenizer != "gpt2" || c.val_data.empty()) return;
-    for (const DataSet& set : named_sets(c.val_data, "--val-data"))
-        if (set.pattern == "synthetic")
-            fail_usage("--val-data synthetic is bytes, and this model reads gpt2 tokens: give shards of them");
-}
+void require_no_bytes(const TrainConfig& c);
 
 // What only some numbers of ranks can do.
-inline void validate_run(const TrainConfig& c, int ranks) {
-    if (!c.dump_state.empty() && (ranks > 1 || c.batch * c.seq_len != c.total_batch))
-        fail_usage(
-            "--dump-state needs one rank and no accumulation: --total-batch %lld must be --batch %lld x --seq-len %lld",
-            (long long)c.total_batch, (long long)c.batch, (long long)c.seq_len);
-    if (c.stall_timeout > 0 && c.stall_timeout < 1)
-        fail_usage("--stall-timeout %g: ranks are listened to five times a second; give at least 1, or 0 for none",
-                   c.stall_timeout);
-    if (c.data != "synthetic") require_no_bytes(c);
-}
+void validate_run(const TrainConfig& c, int ranks);
 
 // How the user calls the program, for commands that are printed.
 inline std::string program_name = "./train_nsa";
 
 // The command that gives the same options again, but for one.
-inline std::string command_line(const Config& c, const std::set<std::string>& given, const std::string& without) {
-    std::string command = shell_word(program_name);
-    for (const Option& o : OPTIONS)
-        if (given.count(o.name) && o.name != without) command += " " + option_words(o.name, value_text(c, o));
-    return command;
-}
+std::string command_line(const Config& c, const std::set<std::string>& given, const std::string& without);
 
-inline double learning_rate(const TrainConfig& c, int64_t step) {
-    return learning_rate(Schedule{c.schedule, c.lr, c.lr_final, warmup_steps(c), c.steps}, step);
-}
+double learning_rate(const TrainConfig& c, int64_t step);
+
+#ifndef COMPILED_APART  // see lib/cpu/kernels.cpp
+#include "options.cpp"
+#endif

@@ -29,158 +29,34 @@
 #include "../base/util.h"
 #include "world.h"
 
-// JSON has no NaN.
-inline std::string json_number(const char* format, double x) {
-    return std::isfinite(x) ? format_text(format, x) : "null";
-}
-
 // Of this process on the host.
 inline double peak_memory_mib() { return peak_resident_bytes() / (1 << 20); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Before the first step.
 
-// reducer: how gradients travel.
-inline void print_run_ranks(const TrainConfig& c, const World& world, const std::string& reducer, const Partition& p) {
-    if (world.size == 1) return;
-    std::printf("ranks:  gradients travel %s, in %s, %s of %.1f MB, %s%s\n", reducer.c_str(), c.grad_reduce.c_str(),
-                counted(int64_t(p.buckets()), "bucket").c_str(), double(p.bucket) * 4e-6,
-                p.buckets() > 1 ? "each as soon as it is final" : "at the end of the backward pass",
-                c.zero ? "; optimiser state is shared out over the ranks" : "");
-}
-
-inline void print_run_data(const TrainConfig& c, const TrainingData& data, const std::set<std::string>& given) {
-    std::printf("data:   %s%s: %s; vocabulary %s, %lld tokens\n",
-                c.data == "synthetic" ? "the built-in synthetic corpus" : printable(c.data).c_str(),
-                given.count("data") ? "" : ", because no --data was given", printable(data.train->describe()).c_str(),
-                c.tokenizer.c_str(), (long long)c.vocab_size);
-    if (c.data == "synthetic" && c.tokenizer == "gpt2")
-        std::printf(
-            "        its bytes are taken as the token ids 0..255: good for timing, not for learning GPT-2's tokens\n");
-    if (data.val.empty()) std::printf("        no validation: --val-data was not given\n");
-    else std::printf("valid.: %s\n", data.describe_val().c_str());
-}
-
-inline void print_run_batch(const TrainConfig& c, int ranks, bool on_gpu, const std::set<std::string>& given) {
-    std::printf("batch:  %lld tokens a step = %s of %lld x %s x %s; %s, %s schedule\n", (long long)c.total_batch,
-                counted(c.batch, "sequence").c_str(), (long long)c.seq_len, counted(ranks, "rank").c_str(),
-                counted(c.total_batch / (c.batch * c.seq_len * ranks), "micro-step").c_str(),
-                counted(c.steps, "step").c_str(), c.schedule.c_str());
-    if (!given.count("total-batch") && c.total_batch != preset_of(c).total_batch)
-        std::printf("        not the preset's %lld tokens a step, %s; --total-batch sets them\n",
-                    (long long)preset_of(c).total_batch,
-                    !on_gpu && is_too_large_for_cpu(c) ? "which would take long on a CPU"
-                                                       : "which ranks and --batch do not divide");
-}
-
 // What a reader wants to know before the first step, one line each: device, ranks, model, data, batch. weights: where
 // they come from.
-inline void print_run(const TrainConfig& c, const std::set<std::string>& given, const World& world,
-                      const Device& device, const std::string& reducer, const TensorList& table,
-                      const Partition& partition, const TrainingData& data, const std::string& weights) {
-    std::printf("device: %s, because %s; %s (%s), %d on %s, %s each\n", device.description.c_str(),
-                device.reason.c_str(), counted(world.size, "rank").c_str(), world.launcher.c_str(), world.local_size,
-                world.host.c_str(), counted(device.threads, "CPU thread").c_str());
-    if (!device.idle.empty()) std::printf("        %s\n", device.idle.c_str());
-    print_run_ranks(c, world, reducer, partition);
-    std::printf("model:  %s, %lld parameters (%s, width %lld, %s attention), %s\n", c.model.c_str(),
-                (long long)table.parameters, counted(c.layers, "layer").c_str(), (long long)c.dim, c.attention.c_str(),
-                printable(weights).c_str());
-    print_run_data(c, data, given);
-    print_run_batch(c, world.size, device.gpu, given);
-}
-
-// The largest number of sequences, at most `batch`, that divides the samples of a rank and step and fits; 0 if none
-// fits. needed(batch): MiB.
-inline int64_t largest_batch(int64_t batch, int64_t samples, double available,
-                             const std::function<double(int64_t)>& needed) {
-    while (batch > 0 && (samples % batch || !(needed(batch) <= available))) batch--;
-    return batch;
-}
-
-// Fails if this run does not fit, and says what would. needed(batch, recompute): MiB of a rank; fixed: those of its
-// parameters, gradients and moments; samples: of a rank and step, which micro-batches divide.
-inline void require_memory_of(const ModelConfig& c, double fixed, double available, int64_t samples,
-                              const std::function<double(int64_t, int64_t)>& needed) {
-    if (needed(c.batch, c.recompute) <= available) return;
-    std::string advice;
-    const auto propose = [&](const std::string& text) { advice += (advice.empty() ? "" : ", or ") + text; };
-    const auto smaller = [&](int64_t recompute) {
-        return largest_batch(c.batch - 1, samples, available, [&](int64_t b) { return needed(b, recompute); });
-    };
-    for (int64_t level = c.recompute + 1; level <= 2 && advice.empty(); level++)
-        if (needed(c.batch, level) <= available) propose(format_text("--recompute %lld", (long long)level));
-    if (const int64_t batch = smaller(c.recompute)) propose(format_text("--batch %lld", (long long)batch));
-    if (advice.empty() && c.recompute < 2)
-        if (const int64_t batch = smaller(2)) propose(format_text("--batch %lld with --recompute 2", (long long)batch));
-    fail(
-        "--batch %lld and --seq-len %lld need %.0f MiB per rank, of which %.0f MiB are parameters, gradients and "
-        "moments; %.0f MiB are available: choose %s",
-        (long long)c.batch, (long long)c.seq_len, needed(c.batch, c.recompute), fixed, available,
-        advice.empty() ? "a smaller --seq-len or model" : advice.c_str());
-}
+void print_run(const TrainConfig& c, const std::set<std::string>& given, const World& world, const Device& device,
+               const std::string& reducer, const TensorList& table, const Partition& partition,
+               const TrainingData& data, const std::string& weights);
 
 // Before anything is allocated: a micro-batch that nobody gave becomes the largest that fits on every rank; if that
 // does not help, fails and says what would. Returns whether more than three quarters of the memory will be taken. The
 // numbers are those of require_memory_of().
-inline bool fit_batch(ModelConfig& c, const World& world, bool batch_is_given, double fixed, double available,
-                      const std::function<double(int64_t, int64_t)>& needed) {
-    const int64_t samples = c.total_batch / c.seq_len / world.size;
-    const int64_t fits =
-        largest_batch(c.batch, samples, available, [&](int64_t batch) { return needed(batch, c.recompute); });
-    if (!batch_is_given && fits > 0 && fits < c.batch) {
-        if (world.rank == 0)
-            std::printf("batch:  %s at a time and not %lld, which do not fit into %.0f MiB\n",
-                        counted(fits, "sequence").c_str(), (long long)c.batch, available);
-        c.batch = fits;
-    }
-    require_memory_of(c, fixed, available, samples, needed);
-    return needed(c.batch, c.recompute) > 0.75 * available;
-}
+bool fit_batch(ModelConfig& c, const World& world, bool batch_is_given, double fixed, double available,
+               const std::function<double(int64_t, int64_t)>& needed);
 
-// Bytes of a rank, for something that only runs forward.
-inline void require_memory_for(double needed, double available, const std::string& what, const char* advice) {
-    if (needed > available)
-        fail("%s needs %.0f MiB per rank; %.0f MiB are available: %s", what.c_str(), needed / (1 << 20),
-             available / (1 << 20), advice);
-}
-
-inline void require_memory_to_evaluate(const ModelConfig& c, double needed, double available) {
-    require_memory_for(
-        needed, available,
-        format_text("eval: --batch %lld with sequences of %lld", (long long)c.batch, (long long)c.seq_len),
-        c.batch > 1 ? "choose a smaller --batch" : "choose a smaller --seq-len");
-}
+void require_memory_to_evaluate(const ModelConfig& c, double needed, double available);
 
 // prompted: tokens of the first pass; length: of all passes together.
-inline void require_memory_to_decode(double needed, double available, int64_t prompted, int64_t length) {
-    require_memory_for(needed, available,
-                       length == prompted
-                           ? "a text of " + counted(length, "token")
-                           : format_text("a sample of %s after a prompt of %lld",
-                                         counted(length - prompted, "token").c_str(), (long long)prompted),
-                       length == prompted ? "give a shorter one" : "ask for fewer tokens");
-}
+void require_memory_to_decode(double needed, double available, int64_t prompted, int64_t length);
 
 // in_full: a line for every buffer, and one for all that take less than 4 % of the activations.
-inline void print_memory(double fixed_mib, const MemoryPlan& plan, bool in_full) {
-    std::printf("memory: %.1f MiB of parameters, gradients and moments, %.1f MiB of activations per rank\n", fixed_mib,
-                double(plan.bytes) / (1 << 20));
-    if (!in_full) return;
-    std::vector<MemoryEntry> entries = plan.memory;
-    std::sort(entries.begin(), entries.end(), [](const auto& x, const auto& y) { return x.bytes > y.bytes; });
-    size_t rest = 0;
-    for (const MemoryEntry& e : entries) {
-        if (e.bytes * 25 < plan.bytes) rest += e.bytes;
-        else std::printf("        %8.1f MiB  %3zu x %s\n", double(e.bytes) / (1 << 20), e.count, e.name.c_str());
-    }
-    std::printf("        %8.1f MiB  the rest\n", double(rest) / (1 << 20));
-}
+void print_memory(double fixed_mib, const MemoryPlan& plan, bool in_full);
 
 // Which kernels a GPU takes for the selected branch; at the end of a run, what the last selection made of that choice.
-inline void print_selected(const std::string& kernels) {
-    if (!kernels.empty()) std::printf("        %s\n", kernels.c_str());
-}
+void print_selected(const std::string& kernels);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Steps and validations.
@@ -188,9 +64,7 @@ inline void print_selected(const std::string& kernels) {
 // Places in a sample, in ranges that double: 0..15, 16..31, 32..63, ..., of which a million tokens have 17.
 constexpr size_t POSITION_RANGES = 17;
 inline size_t range_begin(size_t range) { return range ? size_t(8) << range : 0; }
-inline size_t range_of(size_t position) {
-    return position < 16 ? 0 : std::min<size_t>(60 - size_t(__builtin_clzll(position)), POSITION_RANGES - 1);
-}
+size_t range_of(size_t position);
 
 // What is added up over the tokens of one sample: numbers of one kind, so that ranks can add them too.
 struct EvalSums {
@@ -260,123 +134,27 @@ struct StepResult {
 };
 
 // finite: per rank, "" where its loss is not. tensor: the first whose gradient is not. file: the batch that led there.
-inline std::string bad_step_text(const StepResult& s, const std::vector<std::string>& finite, const std::string& tensor,
-                                 const std::string& file) {
-    std::string culprits;
-    for (size_t r = 0; finite.size() > 1 && r < finite.size(); r++)
-        if (finite[r].empty()) culprits += (culprits.empty() ? ", from rank " : ", ") + std::to_string(r);
-    return format_text(
-        "step %lld: loss %g, gradient norm %g%s: not finite; first tensor: %s; the step changed no weight, its batch "
-        "is in %s",
-        (long long)s.step, s.loss, s.norm, culprits.c_str(), tensor.c_str(), file.c_str());
-}
+std::string bad_step_text(const StepResult& s, const std::vector<std::string>& finite, const std::string& tensor,
+                          const std::string& file);
 
 // Writes the batch of a step that was not finite into a file of this rank, for later. Returns its path.
-inline std::string write_bad_step(const std::string& out, const StepResult& s, int rank, const std::string& tensor,
-                                  size_t seq_len) {
-    const std::string path = format_text("%s/bad_step_%08lld_rank%d.json", out.c_str(), (long long)s.step, rank);
-    std::string text = format_text(
-        "{\"step\": %lld, \"rank\": %d, \"loss\": \"%g\", \"loss_of_this_rank\": \"%g\", \"grad_norm\": \"%g\", "
-        "\"first_nonfinite_gradient\": %s, \"tokens\": [",
-        (long long)s.step, rank, s.loss, s.own_loss, s.norm, json_quote(tensor).c_str());
-    for (size_t i = 0; i < s.tokens.size(); i++)
-        text += (i % seq_len ? "," : i ? "],\n [" : "\n [") + std::to_string(s.tokens[i]);
-    try {
-        write_text_file(path, text + "]]}\n");
-    } catch (const Error& e) {
-        complain(e.what());
-    }
-    return path;
-}
+std::string write_bad_step(const std::string& out, const StepResult& s, int rank, const std::string& tensor,
+                           size_t seq_len);
 
-inline std::string choices_text(const ChoiceResult& r) {
-    return format_text("hellaswag %.4f by loss per token, %.4f by loss, of %s", r.accuracy_per_token(), r.accuracy(),
-                       counted(int64_t(r.items), "item").c_str());
-}
-
-inline void print_choices(const std::string& checkpoint, const ChoiceTask& task, const ChoiceResult& r) {
-    std::printf("%s on %s: %s\n", printable(checkpoint).c_str(), printable(task.file).c_str(), choices_text(r).c_str());
-}
+void print_choices(const std::string& checkpoint, const ChoiceTask& task, const ChoiceResult& r);
 
 // What the verb `eval` says of a set. samples: that it has.
-inline void print_evaluation(const std::string& checkpoint, const std::string& set, const EvalResult& r,
-                             const Config& c, int64_t samples) {
-    std::printf("%s on %s%s%llu tokens (%llu of %lld samples of %lld): loss %.4f, perplexity %.3f",
-                printable(checkpoint).c_str(), printable(set).c_str(), set.empty() ? "" : ", ",
-                (unsigned long long)r.tokens, (unsigned long long)r.samples, (long long)samples, (long long)c.seq_len,
-                r.loss, std::exp(r.loss));
-    if (r.answers) std::printf(", recall loss %.4f (chance %.4f)", r.answer_loss, std::log(SYNTHETIC_ALPHABET));
-    if (r.bytes) std::printf(", bits per byte %.4f\n", r.bits_per_byte());
-    else std::printf("; bits per byte are unknown without --vocab-dir\n");
-    std::printf("  tokens in sight        loss      tokens\n");
-    for (size_t i = 0; i < POSITION_RANGES && r.range_tokens[i]; i++) {
-        const size_t first = range_begin(i) + 1, last = std::min(range_begin(i + 1), size_t(c.seq_len));
-        std::printf("  %15s  %10.4f  %10llu%s\n", format_text("%zu..%zu", first, last).c_str(), r.range_loss[i],
-                    (unsigned long long)r.range_tokens[i],
-                    first > size_t(c.trained_seq_len)  ? "  beyond the trained length"
-                    : last > size_t(c.trained_seq_len) ? "  in part beyond the trained length"
-                                                       : "");
-    }
-}
+void print_evaluation(const std::string& checkpoint, const std::string& set, const EvalResult& r, const Config& c,
+                      int64_t samples);
 
 // The same as a line of JSON.
-inline std::string evaluation_json(const std::string& checkpoint, const std::string& set, const EvalResult& r,
-                                   int64_t seq_len) {
-    std::string text = "{\"checkpoint\": " + json_quote(checkpoint) + ", \"set\": " + json_quote(set) +
-                       format_text(", \"seq_len\": %lld, \"samples\": %llu, \"tokens\": %llu", (long long)seq_len,
-                                   (unsigned long long)r.samples, (unsigned long long)r.tokens);
-    const auto add = [&](const char* name, double x) {
-        text += format_text(", \"%s\": ", name) + json_number("%.9g", x);
-    };
-    add("loss", r.loss), add("perplexity", std::exp(r.loss));
-    if (r.bytes) add("bits_per_byte", r.bits_per_byte());
-    if (r.answers) add("recall_loss", r.answer_loss);
-    text += ", \"by_tokens_in_sight\": [";
-    for (size_t i = 0; i < POSITION_RANGES && r.range_tokens[i]; i++)
-        text += format_text("%s{\"first\": %zu, \"last\": %zu, \"tokens\": %llu, \"loss\": ", i ? ", " : "",
-                            range_begin(i) + 1, std::min(range_begin(i + 1), size_t(seq_len)),
-                            (unsigned long long)r.range_tokens[i]) +
-                json_number("%.9g", r.range_loss[i]) + "}";
-    return text + "]}\n";
-}
+std::string evaluation_json(const std::string& checkpoint, const std::string& set, const EvalResult& r,
+                            int64_t seq_len);
 
 // One layer's gates (3, rows), selection masks (queries, words) and chosen shares of the importance (queries), as JSON:
 // mean gate and share of each branch, the gates' entropy, selected blocks, share of the importance that fell on them.
-inline std::string layer_statistics_json(const std::vector<float>& gate, const std::vector<uint32_t>& masks,
-                                         size_t words, const std::vector<float>& chosen) {
-    const size_t rows = gate.size() / 3, queries = masks.size() / words;
-    double mean[3] = {}, entropy = 0, importance = 0;
-    for (size_t r = 0; r < rows; r++) {
-        const double sum = gate[r] + gate[rows + r] + gate[2 * rows + r];
-        for (int b = 0; b < 3; b++) {
-            const double share = gate[b * rows + r] / sum;
-            mean[b] += gate[b * rows + r] / double(rows);
-            if (share > 0) entropy -= share * std::log(share) / double(rows);
-        }
-    }
-    uint64_t selected = 0, largest = 0;
-    for (size_t q = 0; q < queries; q++) {
-        uint64_t count = 0;
-        for (size_t j = 0; j < words; j++) count += uint64_t(__builtin_popcount(masks[q * words + j]));
-        selected += count;
-        largest = std::max(largest, count);
-    }
-    for (float share : chosen) importance += share / double(chosen.size());
-    const double all = mean[0] + mean[1] + mean[2];
-    const auto number = [](double x) { return json_number("%.4f", x); };
-    const auto three = [&](double by) {
-        return number(mean[0] / by) + "," + number(mean[1] / by) + "," + number(mean[2] / by);
-    };
-    return "{\"gate\":[" + three(1) + "],\"gate_share\":[" + three(all) + "],\"gate_entropy\":" + number(entropy) +
-           format_text(",\"blocks_mean\":%.2f,\"blocks_max\":%llu", double(selected) / double(queries),
-                       (unsigned long long)largest) +
-           ",\"importance_selected\":" + number(importance) + "}";
-}
-
-// How each line of log.jsonl begins. time: of the day, which somebody may set; clock: counts the seconds at work.
-inline std::string log_stamp(int64_t step) {
-    return format_text("{\"step\":%lld,\"time\":%.3f,\"clock\":%.3f", (long long)step, unix_time(), seconds_now());
-}
+std::string layer_statistics_json(const std::vector<float>& gate, const std::vector<uint32_t>& masks, size_t words,
+                                  const std::vector<float>& chosen);
 
 // What rank 0 prints and logs while the run goes on. The other ranks have one too, for its clocks.
 struct RunReport {
@@ -401,213 +179,48 @@ struct RunReport {
 
     // What the log says about each start of the program on this run: at its first step, or at a resume.
     void log_start(const TrainState& state, const std::string& version, const std::string& device, int of_ranks,
-                   int64_t parameters, int64_t vocab_size, double flops, double peak) {
-        ranks = of_ranks;
-        tokens = state.tokens;
-        flops_per_token = flops;
-        peak_flops = peak;
-        log->line(log->json,
-                  log_stamp(state.step) +
-                      format_text(",\"tokens\":%llu,\"start\":{\"version\":%s,\"device\":%s,"
-                                  "\"ranks\":%d,\"parameters\":%lld,\"vocab_size\":%lld,\"flops_per_token\":%.0f,"
-                                  "\"peak_flops\":%.6g}}",
-                                  (unsigned long long)tokens, json_quote(version).c_str(), json_quote(device).c_str(),
-                                  ranks, (long long)parameters, (long long)vocab_size, flops, peak));
-    }
+                   int64_t parameters, int64_t vocab_size, double flops, double peak);
 
-    void log_sample(int64_t step, const std::string& text) {
-        log->line(log->json, log_stamp(step) + ",\"sample\":" + json_quote(text) + "}");
-    }
+    void log_sample(int64_t step, const std::string& text);
 
-    void start(int64_t step) {
-        first_step = step;
-        begun = seconds_now();
-    }
+    void start(int64_t step);
     void start_clock() { started = last_report = seconds_now(); }
 
     // The seconds of the step that is reported now.
-    double lap() {
-        const double now = seconds_now(), seconds = now - last_report;
-        last_report = now;
-        speed.push_back(double(total_batch) / seconds);
-        return seconds;
-    }
+    double lap();
 
     // Both logs have every step. stdout has one in log_every, or one a second, and what is out of the ordinary: the
     // first, the last, and those that changed no weight.
-    void print_step(const StepResult& s, double seconds, double peak_gpu_mib, bool last) {
-        tokens = s.all_tokens;
-        if (std::isnan(first_loss)) first_loss = s.loss;
-        log->line(log->text, format_text("s:%lld trl:%.6f lr:%.6e norm:%.4f", (long long)s.step, s.loss, s.lr, s.norm));
-        log->line(log->json, step_json(s, seconds, peak_gpu_mib));
-        unprinted_seconds += seconds, unprinted_steps++;
-        const bool due = log_every ? s.step % log_every == 0 : seconds_now() >= last_printed + 1;
-        if (!due && s.step != first_step + 1 && s.step != steps && !last && !s.is_bad()) return;
-        last_printed = seconds_now();
-        const double left = (last_report - started) / double(s.step - first_step) * double(steps - s.step);
-        // The mean since the line before: a GPU's host runs ahead, so by its clock the last of several steps takes no
-        // time.
-        const double mean = unprinted_seconds / double(unprinted_steps);
-        unprinted_seconds = 0, unprinted_steps = 0;
-        std::printf("step %04lld | loss %.4f | lr %.2e | toks/s %.0f | grad_norm %.2f | %.0f ms | eta %s\n",
-                    (long long)s.step, s.loss, s.lr, double(total_batch) / mean, s.norm, mean * 1e3,
-                    duration_text(left).c_str());
-        std::fflush(stdout);
-    }
+    void print_step(const StepResult& s, double seconds, double peak_gpu_mib, bool last);
 
     // A set of --val-data. decides: it is the first, whose numbers have no name after theirs.
-    void print_validation(int64_t step, const std::string& set, bool decides, const EvalResult& r) {
-        if (decides) {
-            last_val_loss = r.loss;
-            if (std::isnan(first_val_loss)) first_val_loss = r.loss;
-            last_recall = r.answers ? r.answer_loss : -1;
-        }
-        if (!log) return;
-        const std::string of = decides ? "" : "/" + set;
-        std::string line = format_text("step %04lld | val loss %.4f", (long long)step, r.loss);
-        if (!set.empty()) line += " (" + set + ")";
-        std::string fields = log_stamp(step) + format_text(",\"tokens\":%llu", (unsigned long long)tokens);
-        const auto add = [&](const char* name, const std::string& value) {
-            fields += ",\"" + (name + of) + "\":" + value;
-        };
-        add("val_loss", json_number("%.6f", r.loss));
-        add("val_tokens", std::to_string(r.tokens));
-        if (decides && !set.empty()) add("val_set", json_quote(set));
-        if (r.bytes) {
-            line += format_text(" | bits/byte %.4f", r.bits_per_byte());
-            add("bits_per_byte", json_number("%.6f", r.bits_per_byte()));
-        }
-        if (r.answers) {
-            line += format_text(" | recall loss %.4f (chance %.4f)", r.answer_loss, std::log(SYNTHETIC_ALPHABET));
-            add("recall_loss", json_number("%.6f", r.answer_loss));
-        }
-        std::printf("%s\n", line.c_str());
-        log->line(log->text, format_text("s:%lld tel%s:%.6f", (long long)step, of.c_str(), r.loss));
-        log->line(log->json, fields + "}");
-    }
+    void print_validation(int64_t step, const std::string& set, bool decides, const EvalResult& r);
 
-    void print_choices(int64_t step, const ChoiceResult& r) {
-        if (!log) return;
-        std::printf("step %04lld | %s\n", (long long)step, choices_text(r).c_str());
-        log->line(log->text, format_text("s:%lld eval:%.6f", (long long)step, r.accuracy_per_token()));
-        log->line(log->json, log_stamp(step) + format_text(",\"hellaswag\":%.6f,\"hellaswag_plain\":%.6f}",
-                                                           r.accuracy_per_token(), r.accuracy()));
-    }
+    void print_choices(int64_t step, const ChoiceResult& r);
 
-    double median_speed() {
-        std::sort(speed.begin(), speed.end());
-        return speed.empty() ? 0.0 : speed[speed.size() / 2];
-    }
+    double median_speed();
 
     // What the recall loss of the built-in corpus means: the window does not reach the names that are asked for.
-    void print_recall() const {
-        const double chance = std::log(SYNTHETIC_ALPHABET);
-        if (last_recall < 0) return;
-        std::printf(
-            "recall: %.2f for a letter of a name that was last seen beyond the window, guessing costs %.2f: %s\n",
-            last_recall, chance,
-            last_recall < 1              ? "the model looks such names up"
-            : last_recall < 0.9 * chance ? "the model has begun to look such names up"
-                                         : "the model does not look such names up, it guesses");
-    }
+    void print_recall() const;
 
     // device: what the engine calls its devices.
-    void print_done(int64_t step, double peak_device_mib, const std::string& device) {
-        print_recall();
-        const double tokens_per_second = median_speed(), rate = flops_per_token * tokens_per_second / ranks;
-        std::printf("done:   %s in %s, %speak memory %s%.0f MiB%s\n", counted(step - first_step, "step").c_str(),
-                    duration_text(seconds_now() - begun).c_str(),
-                    speed.empty() ? "" : format_text("median %.0f tokens/s, ", tokens_per_second).c_str(),
-                    peak_device_mib
-                        ? format_text("%.0f MiB on the %s, of the host ", peak_device_mib, device.c_str()).c_str()
-                        : "",
-                    peak_memory_mib(), ranks > 1 ? " on rank 0" : "");
-        if (speed.empty()) return;
-        std::printf(
-            "        %.1f MFLOP a token by the model's own count: %.*f TFLOP/s%s%s\n", flops_per_token * 1e-6,
-            rate < 1e13 ? 3 : 1, rate * 1e-12, ranks > 1 ? " on each rank" : "",
-            peak_flops > 0
-                ? format_text(", MFU %.1f %% of %.1f TFLOP/s", 100 * rate / peak_flops, peak_flops * 1e-12).c_str()
-                : "");
-    }
+    void print_done(int64_t step, double peak_device_mib, const std::string& device);
 
     // times: total and exposed seconds of all steps together.
-    static void print_reductions(const ReduceTimes& times) {
-        if (times.steps)
-            std::printf(
-                "ranks:  reductions %.1f ms a step, of which %.1f ms exposed: not hidden behind the backward pass\n",
-                times.total * 1e3 / double(times.steps),
-                std::min(times.exposed, times.total) * 1e3 / double(times.steps));
-    }
+    static void print_reductions(const ReduceTimes& times);
 
     // A run that ends worse than it began, by more than chance: losses of single steps differ, so the last few count
     // together.
-    void warn_of_rise(const OutlierWindow& losses) const {
-        const bool is_validated = !std::isnan(first_val_loss);
-        const auto few = losses.values.end() - std::min<std::ptrdiff_t>(8, std::ptrdiff_t(losses.values.size()));
-        const double mean = std::accumulate(few, losses.values.end(), 0.0) / double(losses.values.end() - few);
-        const double first = is_validated ? first_val_loss : first_loss, last = is_validated ? last_val_loss : mean;
-        if (last > (is_validated ? 1.02 : 1.1) * first)
-            complain(
-                format_text("the %s loss rose from %.4f to %.4f: the model is worse than where this run began; "
-                            "lower --lr, or look at the data",
-                            is_validated ? "validation" : "training", first, last));
-    }
+    void warn_of_rise(const OutlierWindow& losses) const;
 
     // The run's last lines, or the error that it ends with although it reached its end.
     void print_end(Stop stop, const TrainState& state, const TrainConfig& c, const CheckpointSaver& saver,
-                   bool has_vocabulary) const {
-        const std::string &save_error = saver.last_error, &last_saved = saver.last_saved;
-        if (stop == HALTED) remove_halt_file(c.out);
-        if (!save_error.empty())
-            fail(
-                "the last checkpoint could not be written: %s; what was learnt since %s is lost; mend that and run "
-                "again%s",
-                save_error.c_str(), last_saved.empty() ? "the start" : last_saved.c_str(),
-                last_saved.empty() ? "" : " with --resume");
-        warn_of_rise(state.losses);
-        if (stop != GO_ON)  // such a run is to be resumed, and its exit status says so
-            return void(std::printf("stopped by %s after step %lld of %lld; the same command with --resume goes on\n",
-                                    stop == HALTED        ? "the halt file"
-                                    : stop == INTERRUPTED ? "SIGINT"
-                                                          : "SIGTERM, SIGUSR1 or SIGHUP",
-                                    (long long)state.step, (long long)steps));
-        if (state.bad_steps)
-            fail(
-                "the last %s not finite, so the weights are those of step %lld; lower --lr or look at the data: the "
-                "batch is in %s/bad_step_*.json",
-                state.bad_steps == 1 ? "step is" : format_text("%lld steps are", (long long)state.bad_steps).c_str(),
-                (long long)state.last_update, c.out.c_str());
-        if (!std::isfinite(last_val_loss))
-            fail(
-                "the last validation loss is not finite: the weights are no use any more; lower --lr, and --resume "
-                "from an earlier checkpoint in %s",
-                c.out.c_str());
-        if (state.step == first_step)
-            std::printf("no step was to be done: --steps is %lld%s\n", (long long)steps,
-                        first_step ? format_text(", and step %lld is reached already; run.json stays as it was",
-                                                 (long long)first_step)
-                                         .c_str()
-                                   : "");
-        if (!last_saved.empty())
-            std::printf("next:   %s sample --from %s%s --prompt \"...\"\n        %s report --from %s --html %s\n",
-                        shell_word(program_name).c_str(), shell_word(c.out).c_str(),
-                        has_vocabulary ? "" : " --vocab-dir DIR", shell_word(program_name).c_str(),
-                        shell_word(c.out).c_str(), shell_word(c.out + ".html").c_str());
-    }
+                   bool has_vocabulary) const;
 
   private:
-    std::string step_json(const StepResult& s, double seconds, double peak_gpu_mib) const {
-        std::string text = log_stamp(s.step) + format_text(",\"loss\":%s,\"lr\":%.6e,\"grad_norm\":%s",
-                                                           json_number("%.6f", s.loss).c_str(), s.lr,
-                                                           json_number("%.6f", s.norm).c_str());
-        text += format_text(",\"loss_z\":%s,\"norm_z\":%s,\"skipped\":%s", json_number("%.3f", s.loss_z).c_str(),
-                            json_number("%.3f", s.norm_z).c_str(), s.is_bad() ? "true" : "false");
-        text +=
-            format_text(",\"ms\":%.2f,\"tokens_per_s\":%.1f,\"tokens\":%llu,\"epoch\":%.6f,\"peak_memory_mib\":%.1f",
-                        seconds * 1e3, speed.back(), (unsigned long long)s.all_tokens,
-                        double(s.samples) / double(epoch_samples), peak_memory_mib());
-        if (peak_gpu_mib) text += format_text(",\"peak_gpu_memory_mib\":%.1f", peak_gpu_mib);
-        return text + s.statistics + "}";
-    }
+    std::string step_json(const StepResult& s, double seconds, double peak_gpu_mib) const;
 };
+
+#ifndef COMPILED_APART  // see lib/cpu/kernels.cpp
+#include "report.cpp"
+#endif

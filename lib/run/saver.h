@@ -8,26 +8,10 @@
 
 #include "../base/background.h"
 #include "checkpoint.h"
-#include "../base/profile.h"
 #include "run_folder.h"
 #include "../base/safetensors.h"
 #include "../base/util.h"
 #include "world.h"
-
-// The records of all ranks' files. If one rank could not write its own, with `error` there, all fail with its text.
-inline std::vector<FileRecord> gather_records(const World& world, const std::vector<FileRecord>& mine,
-                                              const std::string& error) {
-    fail_together(world, error);
-    std::string text;
-    for (const FileRecord& r : mine)
-        text += format_text("%s %llu %u\n", r.name.c_str(), (unsigned long long)r.size, r.crc32c);
-    std::string all;
-    for (const std::string& t : world.gather(text)) all += t;
-    std::vector<FileRecord> records;
-    std::istringstream in(all);
-    for (FileRecord r; in >> r.name >> r.size >> r.crc32c;) records.push_back(r);
-    return records;
-}
 
 // What one rank writes of a checkpoint. The views point into `buffers`, or straight into the model's arrays.
 struct Snapshot {
@@ -37,15 +21,7 @@ struct Snapshot {
     std::string config;               // config.json
 };
 
-inline std::vector<FileRecord> write_snapshot(const Snapshot& s, const std::string& folder, int rank, int ranks) {
-    std::vector<FileRecord> records;
-    const std::string moments = format_text("/optimizer_%05d-of-%05d.safetensors", rank, ranks);
-    records.push_back(write_safetensors(folder + moments, {}, s.moments));
-    if (rank != 0) return records;
-    records.push_back(write_safetensors(folder + "/model.safetensors", {{"format", "pt"}}, s.weights));
-    records.push_back(write_text_file(folder + "/config.json", s.config));
-    return records;
-}
+std::vector<FileRecord> write_snapshot(const Snapshot& s, const std::string& folder, int rank, int ranks);
 
 class CheckpointSaver {
   public:
@@ -64,82 +40,34 @@ class CheckpointSaver {
     CheckpointSaver(const World& w, Options o) : world(w), options(std::move(o)) {}
 
     // All ranks, after the same step. A checkpoint that fails is reported, and the run goes on with the last good one.
-    void save(int64_t step) {
-        const std::string error = write(step, complain);
-        if (world.rank == 0 && !error.empty())
-            complain(format_text("checkpoint of step %lld failed: %s; training goes on, the last good one is %s",
-                                 (long long)step, error.c_str(), last_saved.empty() ? "none" : last_saved.c_str()));
-    }
+    void save(int64_t step);
 
     // At the end of a run, which has no other error then. What cannot be removed, the next run in this folder removes.
-    void save_last(int64_t step) {
-        last_error = write(step, [](const std::string&) {});
-    }
+    void save_last(int64_t step);
 
     // Of last_saved; 0 where there is none.
     int64_t last_saved_step() const { return std::max<int64_t>(0, step_of_name(name_of(last_saved))); }
 
     // What the end of a run that failed says of it.
-    std::string describe_last() const {
-        if (!last_error.empty()) return "saving failed too: " + last_error;
-        return "the last good checkpoint is " + (last_saved.empty() ? "none" : last_saved);
-    }
+    std::string describe_last() const;
 
   private:
     const World& world;
     const Options options;
 
     // Returns what went wrong, "" if nothing did. abandoned: takes what cannot be removed after that.
-    std::string write(int64_t step, const Complain& abandoned) {
-        const Progress progress("saving a checkpoint", 0, world.rank == 0);
-        const ProfileRange range("checkpoint", step);
-        options.progress("checkpoint");
-        std::string failure;
-        try {
-            fail_together(world, world.rank == 0 ? error_of([&] { begin(step); }) : "");
-            // the other ranks have waited until the folder exists
-            const Snapshot snapshot = options.take();
-            const std::string folder = checkpoint_writing(options.run, step);
-            std::vector<FileRecord> mine;
-            const std::string error =
-                error_of([&] { mine = write_snapshot(snapshot, folder, world.rank, world.size); });
-            const std::vector<FileRecord> all = gather_records(world, mine, error);
-            if (world.rank == 0) commit(step, all);
-        } catch (const Error& e) {
-            if (world.rank == 0) abandon_checkpoint(options.run, step, abandoned);
-            failure = e.what();
-        }
-        world.barrier();  // the others wait for rank 0's disk here, where the watchdog knows why
-        options.progress("report");
-        return failure;
-    }
+    std::string write(int64_t step, const Complain& abandoned);
 
     // Rank 0, before a rank writes.
-    void begin(int64_t step) const {
-        require_run_folder(options.run);
-        begin_checkpoint(options.run, step);
-    }
+    void begin(int64_t step) const;
     // Rank 0, when all files of all ranks are there.
-    void commit(int64_t step, const std::vector<FileRecord>& records) {
-        const std::string error = error_of(options.before_commit);
-        if (!error.empty()) complain(error);
-        commit_checkpoint(options.run, step, records, options.state());
-        if (remove_old) remove_old_checkpoints(options.run, options.keep, options.keep_every, complain);
-        last_saved = checkpoint_folder(options.run, step);
-        std::printf("saved %s\n", printable(last_saved).c_str());
-    }
+    void commit(int64_t step, const std::vector<FileRecord>& records);
 };
 
 // The checkpoint under --out to resume; "" to begin anew. Rank 0 chooses, so that all ranks take the same one. dry: the
 // run writes nothing.
-inline std::string choose_checkpoint(const std::string& out, bool resume, bool dry, const World& world) {
-    std::string chosen, error;
-    try {
-        if (world.rank == 0 && !dry && file_exists(out)) lock_run_folder(out);
-        if (world.rank == 0 && resume) chosen = newest_checkpoint(out);
-    } catch (const Error& e) {
-        error = e.what();
-    }
-    fail_together(world, error);
-    return world.size > 1 ? world.gather(chosen)[0] : chosen;
-}
+std::string choose_checkpoint(const std::string& out, bool resume, bool dry, const World& world);
+
+#ifndef COMPILED_APART  // see lib/cpu/kernels.cpp
+#include "saver.cpp"
+#endif

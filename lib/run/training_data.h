@@ -21,18 +21,7 @@
 #include "train_state.h"
 #include "world.h"
 
-inline LoaderOptions loader_options(const ModelConfig& c, const World& world, const char* name, bool shuffle) {
-    LoaderOptions o;
-    o.name = name;
-    o.seq_len = int(c.seq_len);
-    o.vocab_size = int(c.vocab_size);
-    o.vocab_digest = c.vocab_digest;
-    o.seed = uint64_t(c.seed);
-    o.shuffle = shuffle;
-    o.rank = world.rank;
-    o.world_size = world.size;
-    return o;
-}
+LoaderOptions loader_options(const ModelConfig& c, const World& world, const char* name, bool shuffle);
 
 // A set of --val-data.
 struct ValidationSet {
@@ -41,23 +30,6 @@ struct ValidationSet {
 
     int64_t samples() const { return int64_t(loader->samples_per_epoch()); }
 };
-
-// val: the option. synthetic(): the source that stands for that word.
-inline std::vector<ValidationSet> open_validation(const std::string& val, LoaderOptions options,
-                                                  const std::function<TokenSource()>& synthetic) {
-    options.name = "--val-data";
-    options.shuffle = false;
-    options.sets = {{}};
-    std::vector<ValidationSet> all;
-    if (val.empty()) return all;
-    for (const DataSet& set : named_sets(val, "--val-data")) {
-        std::vector<TokenSource> sources;
-        if (set.pattern == "synthetic") sources = {synthetic()};
-        else sources = open_shards(shard_files(set.pattern, "--val-data"));
-        all.push_back({set.name, std::make_unique<DataLoader>(std::move(sources), options)});
-    }
-    return all;
-}
 
 struct TrainingData {
     std::unique_ptr<DataLoader> train;
@@ -81,64 +53,15 @@ struct TrainingData {
 
 // train, val: the options --data and --val-data. val "": none, or the synthetic corpus' own. val_tokens: of that
 // validation.
-inline TrainingData open_training_data(const std::string& train, const std::string& val, uint64_t val_tokens,
-                                       LoaderOptions options) {
-    TrainingData data;
-    std::vector<TokenSource> sources;
-    if (train == "synthetic") {
-        sources = {synthetic_source(options.seed, SYNTHETIC_TOKENS, 0)};
-    } else {
-        options.sets = weighted_sets(train, "--data");
-        const std::vector<std::vector<std::string>> files = files_of(options.sets, "--data");
-        for (size_t set = 0; set < files.size(); set++)
-            for (const std::string& file : files[set]) sources.push_back(open_shard(file, set));
-    }
-    options.name = "--data";
-    options.shuffle = true;
-    data.train = std::make_unique<DataLoader>(std::move(sources), options);
-    data.val = open_validation(val.empty() && train == "synthetic" ? "synthetic" : val, options,
-                               [&] { return synthetic_validation(options.seed, val_tokens, options.seq_len); });
-    for (const auto& set : data.val) check_disjoint(data.train->files(), set.loader->files());
-    data.train->scan_shards();
-    for (const auto& set : data.val) set.loader->scan_shards();
-    return data;
-}
-
-// --hellaswag, with a warning where rows do not fit into what the model reads at a time.
-inline ChoiceTask open_choices(const TrainConfig& c, const World& world, const Tokenizer* tokenizer) {
-    ChoiceTask task = read_choices(c.hellaswag, tokenizer, int(c.vocab_size), size_t(c.seq_len));
-    if (task.cut && world.rank == 0)
-        complain(
-            format_text("--hellaswag %s: %zu of %zu rows are longer than --seq-len %lld and lost their beginning, %zu "
-                        "of them down into the ending that is scored",
-                        c.hellaswag.c_str(), task.cut, task.rows.size(), (long long)c.seq_len, task.cut_endings));
-    return task;
-}
+TrainingData open_training_data(const std::string& train, const std::string& val, uint64_t val_tokens,
+                                LoaderOptions options);
 
 // What the options of a run ask for. tokenizer: null where GPT-2's vocabulary is not known.
-inline TrainingData open_training_data(const TrainConfig& c, const World& world, const Tokenizer* tokenizer) {
-    const uint64_t val_tokens = uint64_t(c.eval_batches) * uint64_t(c.total_batch);
-    LoaderOptions options = loader_options(c, world, "--data", true);
-    TrainingData data = open_training_data(c.data, c.val_data, val_tokens, options);
-    data.train->require_global_batch(uint64_t(c.total_batch / c.seq_len));
-    if (!c.hellaswag.empty()) data.choices = open_choices(c, world, tokenizer);
-    return data;
-}
+TrainingData open_training_data(const TrainConfig& c, const World& world, const Tokenizer* tokenizer);
 
 // A resume: the data go on where the checkpoint was written, with --allow-new-data on other shards too. says: on the
 // rank that prints.
-inline void resume_data(DataLoader& loader, const TrainConfig& c, const TrainState& state, bool says) {
-    const LoaderState saved = loader_state(state.loader);
-    if (!c.allow_new_data || loader.has_same_corpus(saved)) return loader.restore(saved);
-    loader.restore_other_corpus(saved);
-    const std::string changes = changed_shards(state.shards, loader.files());
-    if (says)
-        std::printf("resume: new data: %s; all of it in a new order from now on, after %llu samples of the old one\n",
-                    state.shards.empty() ? "the checkpoint names no shards of its own"
-                    : changes.empty()    ? "the same files with other contents or weights"
-                                         : printable(changes).c_str(),
-                    (unsigned long long)saved.next_sample);
-}
+void resume_data(DataLoader& loader, const TrainConfig& c, const TrainState& state, bool says);
 
 // What `eval` measures on, each where it was asked for.
 struct EvaluationData {
@@ -153,50 +76,9 @@ struct EvaluationData {
     }
 };
 
-// --text: the documents of a file, each after an end-of-text. says: on the rank that prints.
-inline TokenSource text_source(const std::string& file, const Tokenizer& tokenizer, bool says) {
-    const Progress progress("reading " + file);
-    std::vector<uint16_t> tokens;
-    Encoder encoder(tokenizer);
-    for (const std::string& document : documents_of(file, "eval --text").texts) {
-        if (document.empty()) continue;
-        if (says) warn_of_end_of_text(document, "--text " + file);
-        tokens.push_back(tokenizer.end_of_text);
-        encoder.append(document, tokens);
-    }
-    if (tokens.size() < 2) fail("--text %s holds no text", file.c_str());
-    return memory_source(file, std::move(tokens), {}, tokenizer.vocab_size());
-}
-
 // checkpoint: whose training says what "synthetic" is: the samples that the run itself was validated on.
-inline EvaluationData open_evaluation_data(const Config& c, const std::string& checkpoint, const World& world,
-                                           const Tokenizer* tokenizer) {
-    if (c.val_data.empty() && c.hellaswag.empty() && c.text.empty())
-        fail_usage(
-            "eval: --val-data is missing: a glob of validation shards, in quotes, or synthetic; or --text FILE..., or "
-            "--hellaswag FILE");
-    require_output_file("json", c.json);
-    require_no_bytes(c);
-    EvaluationData data;
-    LoaderOptions options = loader_options(c, world, "--val-data", false);
-    options.tail = true;
-    data.sets = open_validation(c.val_data, options, [&] {
-        const TrainConfig trained = trained_options(c, checkpoint);
-        const uint64_t wanted = uint64_t(trained.eval_batches * trained.total_batch);
-        return synthetic_validation(uint64_t(trained.seed), wanted, c.seq_len);
-    });
-    for (const std::string& file : c.text) {
-        if (!tokenizer) fail_usage("--text %s: --vocab-dir is missing, which has GPT-2's tokens", file.c_str());
-        if (file == "-" && world.size > 1)
-            fail_usage("--text -: of several ranks only the first has stdin: give a file");
-        options.name = "--text " + file;
-        data.sets.push_back(
-            {file, std::make_unique<DataLoader>(
-                       std::vector<TokenSource>{text_source(file, *tokenizer, world.rank == 0)}, options)});
-    }
-    if (!c.hellaswag.empty()) data.choices = open_choices(c, world, tokenizer);
-    return data;
-}
+EvaluationData open_evaluation_data(const Config& c, const std::string& checkpoint, const World& world,
+                                    const Tokenizer* tokenizer);
 
 // All ranks have their next B samples, or all fail with the first one's error.
 inline void read_samples(DataLoader& loader, const World& world, std::vector<int32_t>& inputs,
@@ -204,3 +86,7 @@ inline void read_samples(DataLoader& loader, const World& world, std::vector<int
     const ProfileRange range("data");
     fail_together(world, error_of([&] { loader.next_batch(inputs.data(), targets.data(), B, answer); }));
 }
+
+#ifndef COMPILED_APART  // see lib/cpu/kernels.cpp
+#include "training_data.cpp"
+#endif

@@ -128,6 +128,19 @@ void print_products_of(const std::string& preset, Dev& dev, std::FILE* out = std
             std::fprintf(out, "  %-12s %s\n", layer.name, text.c_str());
 }
 
+// What `check` says of this device and its machine; the engine in use adds its own.
+inline BuildReport build_report(const Device& device, const std::string& mpi) {
+    BuildReport r;
+    r.engine = device.engine;
+    r.not_used = device.reason;
+    r.mpi = mpi;
+    r.threads = device.threads;
+    r.processors = usable_processors();
+    r.gpu = device.gpu;
+    r.available_bytes = host_bytes_available();
+    return r;
+}
+
 inline int run_check(const Config& c, World& world) {
     const Device device = choose_device(c, world, search_gpus());
     BuildReport r = build_report(device, mpi_name());

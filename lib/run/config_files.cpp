@@ -1,0 +1,378 @@
+// config_files.cpp: the functions of config_files.h.
+#include "config_files.h"
+
+NsaShape shape_of(const ModelConfig& c, int64_t B, int64_t T) {
+    NsaShape s;
+    s.B = int(B);
+    s.T = int(T);
+    s.first = 0;
+    s.queries = int(T);
+    s.H = int(c.heads);
+    s.G = int(c.kv_groups);
+    s.D = int(c.head_dim);
+    s.l = int(c.cmp_block);
+    s.d = int(c.cmp_stride);
+    s.slc_block = int(c.slc_block);
+    s.slc_count = int(c.slc_count);
+    s.window = int(c.window);
+    s.F = int(c.phi_hidden);
+    s.rope_base = int(c.rope_base);
+    s.qk_norm = c.qk_norm;
+    s.period = 0;
+    for (const LayerKind kind : layer_kinds(c.attention)) s.kinds |= unsigned(kind) << 2 * s.period++;
+    s.full = !has_layers(c, NSA_LAYER);
+    s.near = s.full && !has_layers(c, FULL_LAYER);
+    for (int branch = 0; branch < BRANCHES; branch++)
+        if (c.branches != "all" && c.branches.find(BRANCH_NAMES[branch]) == std::string::npos)
+            s.left_out |= 1u << branch;
+    return s;
+}
+
+static const char* const MODEL_WORDS[] = {"attention", "branches", "tokenizer", "qk-norm", "smear", "head"};
+
+std::string config_json(const ModelConfig& model) {
+    Config c;
+    static_cast<ModelConfig&>(c) = model;
+    std::string text = "{\"architecture\": \"nsa\"";
+    for (const char* name : MODEL_OPTIONS)
+        text += ", \"" + underscored(name) + "\": " + value_text(c, option_named(name));
+    for (const char* name : MODEL_WORDS)
+        text += ", \"" + underscored(name) + "\": \"" + value_text(c, option_named(name)) + "\"";
+    text += ", \"vocab_size\": " + std::to_string(c.vocab_size);
+    if (c.vocab_digest) text += format_text(", \"vocab_digest\": \"%08x\"", c.vocab_digest);
+    return text + format_text(", \"norm_eps\": %g}\n", NORM_EPS);
+}
+
+void read_config_json(Config& c, const std::string& path) {
+    const Json root = parse_json(read_file(path), path);
+    if (root.string("architecture", path) != "nsa")
+        fail("%s: architecture is '%s', expected 'nsa'", path.c_str(), root.string("architecture", path).c_str());
+    std::vector<std::pair<const char*, std::string>> values;  // read first: those errors name the path themselves
+    for (const char* name : MODEL_OPTIONS)
+        values.emplace_back(name, std::to_string(root.integer(underscored(name), path)));
+    for (const char* name : MODEL_WORDS) values.emplace_back(name, root.string(underscored(name), path));
+    try {
+        for (const auto& [name, value] : values) set_option(c, option_named(name), value);
+        validate_model(c, "contradiction");
+    } catch (const Error& e) {
+        fail("%s: %s", path.c_str(), e.what());
+    }
+    c.vocab_size = root.integer("vocab_size", path);
+    const bool is_bytes = c.tokenizer == "bytes";
+    if (is_bytes ? c.vocab_size != 256 : c.vocab_size < 257 || c.vocab_size > 65536)
+        fail("%s: vocab_size is %lld, tokenizer %s has %s", path.c_str(), (long long)c.vocab_size, c.tokenizer.c_str(),
+             is_bytes ? "256" : "257 to 65536");
+    c.vocab_digest = 0;
+    if (root.find("vocab_digest")) {
+        const std::string digits = root.string("vocab_digest", path);
+        if (digits.size() != 8 || digits.find_first_not_of("0123456789abcdef") != std::string::npos || is_bytes)
+            fail("%s: vocab_digest is %s, expected 8 digits of 0-9a-f, and none for bytes", path.c_str(),
+                 json_quote(digits).c_str());
+        c.vocab_digest = uint32_t(std::stoul(digits, nullptr, 16));
+    }
+    if (root.number("norm_eps", path) != NORM_EPS)
+        fail("%s: norm_eps differs from this program's %g", path.c_str(), NORM_EPS);
+}
+
+// The vocabulary of a checkpoint: beside its weights, in its run, or where the training found it; "": it had none, or
+// the checkpoint does not say.
+static std::string vocabulary_of_checkpoint(const std::string& folder) {
+    if (holds_vocabulary(folder)) return folder;
+    if (!file_exists(folder + "/manifest.json")) return "";
+    const std::string of_run = folder_of(folder) + "/" + VOCABULARY_OF_RUN;
+    if (holds_vocabulary(of_run)) return of_run;
+    const Manifest manifest = read_manifest(folder);
+    return manifest.state.get("options", manifest.path).string("vocab_dir", manifest.path);
+}
+
+// --init-from: what was not given of the model is as it is there. Refusals are left to checkpoint_of().
+static void inherit_model(Config& c, std::set<std::string>& given) {
+    if (!file_exists(c.init_from + "/.")) return;
+    std::string path = c.init_from + "/config.json";
+    for (const int64_t step : checkpoint_steps(c.init_from))
+        if (!file_exists(path)) path = checkpoint_folder(c.init_from, step) + "/config.json";
+    if (!file_exists(path)) return;
+    Config there = c;
+    read_config_json(there, path);
+    const auto take = [&](const char* name) {
+        if (given.insert(name).second) set_option(c, option_named(name), value_text(there, option_named(name)));
+    };
+    for (const char* name : MODEL_OPTIONS) take(name);
+    for (const char* name : MODEL_WORDS) take(name);
+    c.vocab_size = there.vocab_size;
+    c.vocab_digest = there.vocab_digest;
+    std::string vocabulary;
+    if (c.tokenizer == "gpt2") error_of([&] { vocabulary = vocabulary_of_checkpoint(folder_of(path)); });
+    if (c.vocab_dir.empty() && file_exists(vocabulary)) c.vocab_dir = vocabulary;
+}
+
+void require_same_model(const ModelConfig& c, const std::string& checkpoint, const char* verb) {
+    const std::string path = checkpoint + "/config.json";
+    const Json saved = parse_json(read_file(path), path), asked = parse_json(config_json(c), "this run's options");
+    for (size_t i = 0; i < asked.keys.size(); i++) {
+        const bool may_begin = asked.keys[i] == "seq_len" || asked.keys[i] == "rope_base";  // no shape depends on it
+        if (may_begin && !std::strcmp(verb, "begin")) continue;
+        if (asked.keys[i] == "vocab_digest" && !saved.find("vocab_digest")) continue;  // it was not known
+        const Json& now = asked.items[i];
+        const Json& then = saved.get(asked.keys[i], path);
+        const bool same =
+            now.kind == Json::String ? then.string(path) == now.text : then.number(path) == now.number_value;
+        if (same) continue;
+        fail("cannot %s from %s: %s is %s there and %s in this run; leave the option out, or %s", verb, path.c_str(),
+             asked.keys[i] == "vocab_digest" ? "the digest of --vocab-dir" : asked.keys[i].c_str(),
+             then.kind == Json::String ? then.text.c_str() : format_text("%.15g", then.number_value).c_str(),
+             now.kind == Json::String ? now.text.c_str() : format_text("%.15g", now.number_value).c_str(),
+             may_begin ? "begin a new run with --init-from" : "give the same");
+    }
+}
+
+std::unique_ptr<SafeTensors> open_initial_weights(const TrainConfig& c, const std::vector<TensorSpec>& specs,
+                                                  bool says) {
+    if (c.init_from.empty()) return nullptr;
+    const std::string folder = checkpoint_of(c.init_from, "--init-from");
+    require_same_model(c, folder, "begin");
+    auto weights = open_weights(folder, specs);
+    if (says) std::printf("weights: those of %s; moments, data and schedule begin anew\n", printable(folder).c_str());
+    return weights;
+}
+
+std::string options_json(const Config& c) {
+    std::string text = "{\"program\": \"train_nsa\"";
+    for (const Option& o : OPTIONS) {
+        const std::string name = o.name;
+        if (!(o.verbs & TRAIN) || name == "help" || name == "version" || name == "resume") continue;
+        text += ",\n \"" + underscored(name) +
+                "\": " + (o.integer || o.real ? value_text(c, o) : json_quote(value_text(c, o), name != "prompt"));
+    }
+    return text + "}\n";
+}
+
+std::string same_run_lines(const Config& c, const std::string& program, uint64_t train, uint64_t val) {
+    std::string lines = "program: " + program + "\n";
+    std::istringstream options(options_json(c));
+    for (std::string line; std::getline(options, line);)
+        if (line.find("\"threads\"") == std::string::npos) lines += "option " + line + "\n";
+    lines += format_text("training data: %016llx\n", (unsigned long long)train);
+    return lines + (val ? format_text("validation data: %016llx\n", (unsigned long long)val) : "");
+}
+
+Config with_absolute_paths(Config c) {
+    for (std::string* path : {&c.vocab_dir, &c.hellaswag, &c.init_from, &c.config})
+        if (!path->empty()) *path = absolute_path(*path);
+    if (!c.data.empty()) c.data = with_absolute_patterns(c.data, false);
+    if (!c.val_data.empty()) c.val_data = with_absolute_patterns(c.val_data, true);
+    return c;
+}
+
+std::string value_text(const Json& value, const Option& o) {
+    if (value.kind == Json::String) return value.text;
+    value.require(Json::Number, underscored(o.name));
+    return o.integer && value.is_integer ? std::to_string(value.integer_value)
+                                         : format_text("%.17g", value.number_value);
+}
+
+bool is_automatic(const Option& o, const std::string& value) {
+    return o.integer && o.low > 0 && value == "0" && !std::strcmp(o.default_text, "auto");
+}
+
+bool is_inherited(const Option& o) {
+    return (o.verbs & TRAIN) &&
+           !is_choice(o.name, "out|resume|config|allow-new-data|dump-state|profile-steps|help|version");
+}
+
+static const char* const MEND_RUN_JSON = "mend it, or remove the file: the checkpoints hold the options too";
+
+// The options of the run in this folder: its run.json or, where that is missing, the manifest of its newest checkpoint.
+// Returns the file; "" where there is neither.
+static std::string find_run_options(const std::string& folder, Json& options) {
+    const std::string path = folder + "/run.json";
+    if (file_exists(path)) try {
+            options = parse_own_json(read_file(path), path);
+            options.string("program", path);
+            return path;
+        } catch (const Error& e) {
+            fail("%s; %s", e.what(), MEND_RUN_JSON);
+        }
+    for (const int64_t step : checkpoint_steps(folder)) try {
+            const Manifest manifest = read_manifest(checkpoint_folder(folder, step));
+            options = manifest.state.get("options", manifest.path);
+            return manifest.path;
+        } catch (const Error&) {  // a damaged checkpoint is reported when the one to resume is chosen
+        }
+    return "";
+}
+
+bool inherit_options(Config& c, std::set<std::string>& given) {
+    const std::string folder = given.count("out") ? c.out : "runs/" + c.model;
+    Json then;
+    const std::string path = find_run_options(folder, then);
+    if (path.empty()) return false;
+    const int64_t seed = then.find("seed") ? then.integer("seed", path) : c.seed;
+    if (given.count("seed") && c.seed != seed && !checkpoint_steps(folder).empty())
+        fail(
+            "cannot resume from %s with --seed %lld: the run began with %lld, on which data order and rounding depend; "
+            "leave --seed out, or begin a new run with --init-from",
+            folder.c_str(), (long long)c.seed, (long long)seed);
+    const std::string optimizer = then.find("optimizer") ? then.string("optimizer", path) : c.optimizer;
+    if (given.count("optimizer") && c.optimizer != optimizer && !checkpoint_steps(folder).empty())
+        fail(
+            "cannot resume from %s with --optimizer %s: its moments are those of %s; leave --optimizer out, or begin a "
+            "new run with --init-from",
+            folder.c_str(), c.optimizer.c_str(), optimizer.c_str());
+    for (const Option& o : OPTIONS) {
+        const Json* old = then.find(underscored(o.name));
+        const std::string name = o.name;
+        if (!old || !is_inherited(o) || given.count(name)) continue;
+        try {
+            const std::string value = value_text(*old, o);
+            if (is_automatic(o, value)) continue;
+            set_option(c, o, value);
+        } catch (const Error& e) {
+            fail("%s: %s; %s", path.c_str(), e.what(), MEND_RUN_JSON);
+        }
+        if (name != "batch") given.insert(name);  // another number of ranks may need another micro-batch
+    }
+    const std::string of_run = folder + "/" + VOCABULARY_OF_RUN;
+    if (!c.vocab_dir.empty() && !file_exists(c.vocab_dir) && holds_vocabulary(of_run)) c.vocab_dir = of_run;
+    return true;
+}
+
+std::set<std::string> complete_options(Config& c, const std::set<std::string>& on_command_line) {
+    std::set<std::string> given = on_command_line;
+    const bool resumes = c.resume && inherit_options(c, given);
+    if (!resumes && !c.init_from.empty()) inherit_model(c, given);
+    apply_preset(c, given);
+    validate_model(c, "options");
+    validate_given(c, on_command_line);
+    return given;
+}
+
+void read_options_file(Config& c, std::set<std::string>& given, bool prints) {
+    const std::string& path = c.config;
+    const std::set<std::string> on_command_line = given;
+    const Json file = parse_own_json(read_file(path), path);
+    file.require(Json::Object, path);
+    const bool of_run = file.find("program");  // a run.json; by hand, everything in it is meant
+    const Json* const attention = file.find("attention");
+    ModelConfig of_file;
+    of_file.attention = attention ? attention->text : "nsa";
+    size_t count = 0;
+    std::string overridden;
+    for (size_t i = 0; i < file.keys.size(); i++) {
+        std::string name = file.keys[i];
+        std::replace(name.begin(), name.end(), '_', '-');
+        if (of_run && (name == "program" || name == "starts" || file.items[i].kind == Json::Object)) continue;
+        if (of_run && is_of_no_layer(name, of_file)) continue;
+        const Option* const o = find_option(name);
+        if (!o || !(o->verbs & TRAIN)) fail_unknown_option(name, TRAIN, path + ": ");
+        if (of_run && !is_inherited(*o)) continue;
+        if (name == "config") fail_usage("%s: --config is for the command line alone", path.c_str());
+        const Json& value = file.items[i];
+        if (value.kind == Json::Object || value.kind == Json::Array || value.kind == Json::Null)
+            fail_usage("%s: --%s is neither a number nor a text", path.c_str(), o->name);
+        const std::string text = value.kind == Json::Bool ? (value.is_true ? "on" : "off") : value_text(value, *o);
+        if (of_run && is_automatic(*o, text)) continue;
+        if (name == "batch" && text == "auto") continue;  // as if it were not there
+        Config there = c;
+        try {
+            set_option(there, *o, text);
+        } catch (const Error& e) {
+            fail_usage("%s: %s", path.c_str(), e.what());
+        }
+        if (on_command_line.count(name)) {
+            overridden += format_text("%s --%s %s (there %s)", overridden.empty() ? "; the command line:" : ",",
+                                      o->name, value_text(c, *o).c_str(), value_text(there, *o).c_str());
+            continue;
+        }
+        if (!given.insert(name).second) fail_usage("%s: --%s stands there twice", path.c_str(), o->name);
+        c = there;
+        count++;
+    }
+    if (prints)
+        std::printf("config: %s from %s%s\n", counted(int64_t(count), "option").c_str(), printable(path).c_str(),
+                    printable(overridden).c_str());
+}
+
+// One line for each option that differs from the run that wrote the checkpoint, as far as a resume allows it. then: its
+// options. Returns them as a Config.
+static Config print_changed_options(const Config& c, const Json& then) {
+    Config before = c;
+    for (const Option& o : OPTIONS) {
+        const Json* old = then.find(underscored(o.name));
+        if (!old || !is_inherited(o)) continue;
+        const std::string was = value_text(*old, o), now = value_text(with_absolute_paths(c), o);
+        const bool same = o.real ? old->number_value == c.*o.real : was == now;
+        if (same) continue;
+        const auto reason = c.given_up.find(o.name);
+        std::printf("resume: --%s is %s, was %s%s\n", o.name, is_automatic(o, now) ? "auto" : printable(now).c_str(),
+                    is_automatic(o, was) ? "auto"
+                    : o.real             ? format_text("%.15g", old->number_value).c_str()
+                                         : printable(was).c_str(),
+                    reason == c.given_up.end() ? "" : (": " + reason->second).c_str());
+        if (!is_automatic(o, was)) set_option(before, o, was);
+    }
+    return before;
+}
+
+void print_resume(const Config& c, const std::string& checkpoint, int64_t step) {
+    if (checkpoint.empty()) {
+        if (c.resume)
+            std::printf("resume: nothing to resume under %s, this run starts at step 0\n", printable(c.out).c_str());
+        return;
+    }
+    std::printf("resume: %s, step %lld\n", printable(checkpoint).c_str(), (long long)step);
+    const Manifest manifest = read_manifest(checkpoint);
+    const Config before = print_changed_options(c, manifest.state.get("options", manifest.path));
+    const double is = learning_rate(c, step + 1), was = learning_rate(before, step + 1);
+    if (std::fabs(is - was) > 0.01 * std::max(is, was))
+        std::printf("resume: the learning rate of step %lld is %.2e, by the earlier options %.2e\n",
+                    (long long)step + 1, is, was);
+}
+
+std::string chosen_checkpoint(const Config& c) {
+    if (c.from.empty()) fail_usage("--from is missing: the folder of a run, such as runs/tiny");
+    if (c.at_step == "last") return checkpoint_of(c.from, "--from");
+    const bool best = c.at_step == "best", is_number = c.at_step.find_first_not_of("0123456789") == std::string::npos;
+    if (!best && (c.at_step.empty() || c.at_step.size() > 18 || !is_number))
+        fail_usage("--step is '%s'; expected a step, or best, or last", c.at_step.c_str());
+    if (is_checkpoint(c.from))
+        fail("--step %s: %s is one checkpoint: leave --step out, or give the folder of its run", c.at_step.c_str(),
+             c.from.c_str());
+    const int64_t step = best ? best_step(c.from, complain) : std::atoll(c.at_step.c_str());
+    const std::string folder = checkpoint_folder(c.from, step);
+    std::string steps;
+    for (const int64_t other : checkpoint_steps(c.from)) steps = " " + std::to_string(other) + steps;
+    if (steps.empty()) steps = " none";
+    if (best && step < 0)
+        fail(
+            "--step best: none of the checkpoints of %s was validated, take one of:%s (a run validates what it saves "
+            "where --save-every is a multiple of --eval-every)",
+            c.from.c_str(), steps.c_str());
+    if (!file_exists(folder))
+        fail("--step %s: %s has no checkpoint of this step, only of:%s", c.at_step.c_str(), c.from.c_str(),
+             steps.c_str());
+    verify_model(folder, complain);
+    return folder;
+}
+
+void read_trained_config(Config& c, const std::string& folder) {
+    const int64_t seq_len = c.seq_len;
+    const std::string branches = c.branches;
+    read_config_json(c, folder + "/config.json");
+    c.trained_seq_len = c.seq_len;
+    if (seq_len) c.seq_len = seq_len;
+    if (branches != "all") c.branches = branches;
+    if (c.vocab_dir.empty() && c.tokenizer == "gpt2") c.vocab_dir = vocabulary_of_checkpoint(folder);
+}
+
+TrainConfig trained_options(TrainConfig c, const std::string& checkpoint) {
+    if (!file_exists(checkpoint + "/manifest.json"))
+        fail("%s/manifest.json is missing, which says what the run was validated on: give shards to --val-data",
+             checkpoint.c_str());
+    const Manifest manifest = read_manifest(checkpoint);
+    const Json& then = manifest.state.get("options", manifest.path);
+    c.seed = then.integer("seed", manifest.path);
+    c.eval_batches = then.integer("eval_batches", manifest.path);
+    c.total_batch = then.integer("total_batch", manifest.path);
+    return c;
+}

@@ -1,0 +1,188 @@
+// device.cpp: the functions of device.h.
+#include "device.h"
+
+int threads_of_rank(const World& world, int own, const std::string& list) {
+    if (world.size == 1) return own;
+    const std::vector<std::string> places = world.gather(world.machine + " " + list);
+    int sharers = 0, neighbours = 0;
+    for (const std::string& place : places) {
+        sharers += place == places[size_t(world.rank)];
+        neighbours += place.substr(0, place.find(' ')) == world.machine;
+    }
+    return std::max(1, own / (sharers == neighbours ? world.local_size : sharers));
+}
+
+// Ranks on GPUs and ranks on CPUs cannot sum gradients together.
+static void require_same_kind_of_device(const Device& d, const World& world) {
+    if (world.size == 1) return;
+    const std::string mine = (d.gpu ? "GPU, because " : "CPU, because ") + d.reason;
+    const std::vector<std::string> all = world.gather(mine);
+    const auto differs = [&](const std::string& device) { return device.compare(0, 3, all[0], 0, 3) != 0; };
+    if (std::any_of(all.begin(), all.end(), differs))
+        require_same(world, "device: " + mine,
+                     "all ranks compute on GPUs or all on CPUs: make every rank see a GPU, or start all with "
+                     "--device cpu");
+}
+
+// Makes OpenMP start its threads now, while an error can say what was asked for: where the system gives it none, OpenMP
+// ends the program by itself. So first as many threads are started and ended as it will want.
+static void start_threads(int count) {
+    std::mutex held;
+    std::vector<std::thread> threads;
+    std::string error;
+    {
+        const std::lock_guard<std::mutex> until_all_are_there(held);
+        try {
+            for (int i = 1; i < count; i++) threads.emplace_back([&] { const std::lock_guard<std::mutex> wait(held); });
+        } catch (const std::exception& e) {
+            error = error_text(e);
+        }
+    }
+    for (std::thread& thread : threads) thread.join();
+    if (!error.empty())
+        fail(
+            "%d CPU threads were asked for and the system starts only %zu: %s%s; choose a smaller --threads, or raise "
+            "the limit on threads (ulimit -u) or memory",
+            count, threads.size() + 1, error.c_str(), memory_limit_text().c_str());
+#ifdef _OPENMP
+#pragma omp parallel num_threads(count)
+    {}
+#endif
+}
+
+// --device names an engine for devices, and whether this machine and build have what it, or auto, asks for.
+static bool asks_for_device(const MachineConfig& c) { return c.device != "cpu" && c.device != "auto"; }
+
+static bool has_device(const MachineConfig& c, const GpuSearch& gpus) {
+    return gpus.count > 0 && (c.device == "auto" ? gpus.by_auto : c.device == gpus.engine.option);
+}
+
+static std::string why_no_device(const MachineConfig& c, const GpuSearch& gpus) {
+    if (!asks_for_device(c) || c.device == gpus.engine.option) return why_no_gpu(gpus);
+    return "this build has the engines cpu and " + gpus.engine.option;
+}
+
+void drop_unsupported_options(TrainConfig& c, const std::set<std::string>& given, int share, const GpuSearch& gpus) {
+    const auto give_up = [&](const char* name, auto& field, const auto& instead, const std::string& reason) {
+        if (given.count(name) || field == instead) return;
+        field = instead;
+        c.given_up[name] = reason;
+    };
+    if (asks_for_device(c) && !has_device(c, gpus)) give_up("device", c.device, "auto", why_no_device(c, gpus));
+    if (!has_device(c, gpus) || !gpus.engine.has_attention_kernel(c.attention_kernel))
+        give_up("attention-kernel", c.attention_kernel, "auto", "what computes now does not have it");
+    if (has_device(c, gpus)) give_up("cpu-dtype", c.cpu_dtype, "fp32", "the run is on a GPU now");
+    if (c.threads > share) give_up("threads", c.threads, 0, format_text("this rank has %d processors", share));
+}
+
+// OMP_NUM_THREADS, of which a list's first number counts, or `share`, the processors of this rank, where it is not set.
+// More threads than processors wait for each other in every loop. speaks: of several ranks one warns.
+static int threads_of_variable(int share, bool speaks) {
+    const char* const text = std::getenv("OMP_NUM_THREADS");
+    if (!text || !*text) return share;
+    char* end = nullptr;
+    const long asked = std::strtol(text, &end, 10);
+    end += std::strspn(end, " \t");
+    if (end == text || (*end && *end != ',') || asked < 1)
+        fail_usage("OMP_NUM_THREADS is '%s'; expected a number of threads, such as %d here, or unset it", text, share);
+    if (asked > share && speaks)
+        complain(format_text("OMP_NUM_THREADS is %ld, and this rank has %s: it starts no more threads than that", asked,
+                             counted(share, "processor").c_str()));
+    return int(std::min<long>(asked, share));
+}
+
+// Refuses a name that the engine in use does not know.
+static void check_attention_kernel(const MachineConfig& c, const Device& d) {
+    const std::string& name = c.attention_kernel;
+    if (name == "auto" || (d.gpu && d.engine.has_attention_kernel(name))) return;
+    if (!d.gpu || d.engine.attention_kernels.empty())
+        fail_usage("--attention-kernel %s: the %s engine has no choice of kernels; leave it out", name.c_str(),
+                   d.gpu ? d.engine.name.c_str() : "CPU");
+    fail_usage("--attention-kernel is '%s'; the %s engine of this build (%s) has auto, %s", name.c_str(),
+               d.engine.name.c_str(), d.engine.format.c_str(), joined_words(d.engine.attention_kernels, ", ").c_str());
+}
+
+// The device of the options --device, --attention-kernel, --cpu-dtype and --threads on this machine. share: this rank's
+// processors.
+static Device device_of(const MachineConfig& c, int share, const GpuSearch& gpus, bool speaks) {
+    Device d;
+    d.threads = c.threads ? int(c.threads) : threads_of_variable(share, speaks);
+    omp_set_num_threads(d.threads);
+    start_threads(d.threads);
+    const std::string none = why_no_device(c, gpus);
+    d.engine = gpus.engine;
+    d.gpu = has_device(c, gpus);
+    if (asks_for_device(c) && !d.gpu)
+        fail_usage("--device %s: %s; use --device cpu or auto", c.device.c_str(), none.c_str());
+    d.reason = c.device != "auto" ? "--device " + c.device : d.gpu ? "there is a GPU" : none;
+    if (c.cpu_dtype == "bf16" && d.gpu)
+        fail_usage(
+            "--cpu-dtype bf16 is for the CPU engine and this run computes by %s; leave it out or add --device cpu",
+            d.engine.name.c_str());
+    if (!c.profile_steps.empty() && !d.gpu)
+        fail_usage("--profile-steps %s is for a profiler of GPUs and this run is on the CPU (%s); leave it out",
+                   c.profile_steps.c_str(), d.reason.c_str());
+    if (!c.profile_steps.empty() && !d.engine.profiler)
+        fail_usage("--profile-steps %s: the %s engine knows no profiler; leave it out", c.profile_steps.c_str(),
+                   d.engine.name.c_str());
+    check_attention_kernel(c, d);
+    d.attention_kernel = c.attention_kernel;
+    d.cpu_bf16 = c.cpu_dtype == "bf16" && HAVE_BF16;
+    if (c.cpu_dtype == "bf16" && !HAVE_BF16)
+        d.reason +=
+            "; fp32, because --cpu-dtype bf16 needs AVX512_BF16, which the processor of this build does not have";
+    if (d.threads > share && speaks)
+        complain(format_text("--threads %d, and this rank has %s: more threads than that wait for each other",
+                             d.threads, counted(share, "processor").c_str()));
+    return d;
+}
+
+// Open MPI's mpirun binds each of a few ranks to one core, and leaves the others of the machine idle. "" if it does
+// not.
+static std::string idle_processors(const World& world) {
+    std::set<int> taken;
+    for (const std::string& place : world.gather(world.machine + " " + processor_list())) {
+        std::istringstream words(place);
+        std::string machine;
+        words >> machine;
+        for (int i; machine == world.machine && words >> i;) taken.insert(i);
+    }
+    const std::vector<int> launchers = processors_allowed(getppid());
+    const double usable = std::min(double(launchers.size()), std::ceil(cgroup_limits().processors));
+    if (world.launcher != "mpirun" || double(taken.size()) >= usable) return "";
+    return format_text(
+        "mpirun binds ranks to processors and leaves %.0f of this machine's %.0f idle: mpirun --bind-to none",
+        usable - double(taken.size()), usable);
+}
+
+Device choose_device(const MachineConfig& c, const World& world, const GpuSearch& gpus) {
+    Device d = device_of(c, threads_of_rank(world), gpus, world.rank == 0);
+    if (d.gpu) d.gpu_number = world.local_rank % gpus.count;
+    d.idle = idle_processors(world);
+    require_same_kind_of_device(d, world);
+    return d;
+}
+
+GradientPath choose_path(World& world, const EngineInfo& engine, const std::string& gpu, const std::string& bus) {
+    world.device_sharers = gpu.empty() ? world.local_size : 1;
+    if (world.size == 1) return {};
+    if (gpu.empty() && !world.has_mpi)
+        throw SharedError(format_text("%d ranks were started by %s, without MPI, and only NCCL between GPUs serves "
+                                      "such ranks: this run computes on CPUs, so start it with mpirun -np %d "
+                                      "./train_nsa ...",
+                                      world.size, world.launcher.c_str(), world.size),
+                          2);
+    if (gpu.empty()) return {false, "by MPI"};
+    const std::vector<std::string> all = world.gather(world.machine + " " + bus);
+    std::map<std::string, int> ranks_on;
+    for (const std::string& place : all) ranks_on[place]++;
+    world.device_sharers = ranks_on[all[size_t(world.rank)]];
+    const std::string shares =
+        format_text("%d ranks share %s", world.device_sharers, world.device_sharers > 1 ? gpu.c_str() : "a GPU");
+    const bool shared = ranks_on.size() < all.size();
+    if (shared && !world.has_mpi)
+        throw SharedError(shares + ", and NCCL needs a GPU for each: start them with mpirun, or fewer");
+    if (engine.collective.empty()) return {false, "by MPI through the host, because " + engine.no_collective};
+    if (shared) return {false, "by MPI through the host, because " + shares + "; one rank a GPU is faster"};
+    return {true, "by " + engine.collective};
+}

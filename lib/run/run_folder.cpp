@@ -1,0 +1,177 @@
+// run_folder.cpp: the functions of run_folder.h.
+#include "run_folder.h"
+
+void lock_run_folder(const std::string& folder) {
+    int& lock = run_folder_lock;
+    if (lock >= 0) close(lock);
+    lock = open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (lock < 0) fail("cannot open folder %s: %s", folder.c_str(), std::strerror(errno));
+    if (flock(lock, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK)  // any other error: the file system has no locks
+        fail("--out %s: another run is at work there; wait until it has ended, or give this one a folder of its own",
+             folder.c_str());
+}
+
+void require_run_folder(const std::string& folder) {
+    struct stat locked, named;
+    if (fstat(run_folder_lock, &locked) != 0 || stat(folder.c_str(), &named) != 0 || locked.st_dev != named.st_dev ||
+        locked.st_ino != named.st_ino)
+        fail("--out %s was removed or moved while the run went on", folder.c_str());
+}
+
+// A name beside this one that nothing has yet.
+static std::string unused_name_beside(const std::string& path) {
+    int n = 1;
+    while (file_exists(path + "." + std::to_string(n))) n++;
+    return path + "." + std::to_string(n);
+}
+
+// Whether these may also be somebody else's, who has given them this name; they are not where there is no run.
+static bool has_plain_name(const std::string& name) { return name == "halt" || name == VOCABULARY_OF_RUN; }
+
+// Is this the name of a file or folder that a run writes?
+static bool is_run_file(const std::string& name) {
+    const auto like = [&](const char* begin, const char* end) {
+        const size_t b = std::strlen(begin), e = std::strlen(end);
+        return name.size() > b + e && !name.compare(0, b, begin) && !name.compare(name.size() - e, e, end);
+    };
+    for (const char* file : {"run.json", "main.log", "log.jsonl", "halt", VOCABULARY_OF_RUN})
+        if (name == file) return true;
+    if (like("events.out.tfevents.", "")) return true;
+    return step_of_name(name) >= 0 || step_of_name(name, ".writing") >= 0 || step_of_name(name, ".removing") >= 0 ||
+           like("heartbeat_rank", ".jsonl") || like("bad_step_", ".json");
+}
+
+static bool is_run_folder(const std::string& folder) {
+    if (!checkpoint_steps(folder).empty()) return true;
+    try {
+        const std::string path = folder + "/run.json";
+        return file_exists(path) && parse_own_json(read_file(path), path).string("program", path) == "train_nsa";
+    } catch (const Error&) {
+        return false;
+    }
+}
+
+// Moves the files of an earlier run into a new folder beside this one. Returns what to print about it.
+static std::string move_run_aside(const std::string& out, const std::vector<std::string>& files) {
+    const bool has_checkpoint = !checkpoint_steps(out).empty();
+    std::error_code error;
+    const std::string real = std::filesystem::canonical(out, error).string();  // where a link or . leads
+    if (error) fail("cannot find where %s leads: %s", out.c_str(), error.message().c_str());
+    const std::string aside = unused_name_beside(real);
+    make_folders(aside);
+    for (const std::string& name : files)
+        if (std::rename((real + "/" + name).c_str(), (aside + "/" + name).c_str()) != 0)
+            fail("cannot move %s of the earlier run in %s to %s: %s", name.c_str(), out.c_str(), aside.c_str(),
+                 std::strerror(errno));
+    sync_folder(aside);
+    const bool plain = real == std::filesystem::absolute(out).lexically_normal();
+    return format_text(" (the earlier run there was moved to %s%s)",
+                       (plain ? out + aside.substr(real.size()) : aside).c_str(),
+                       has_checkpoint ? "; --resume would have continued it" : ", it has no checkpoint");
+}
+
+// run.json: the options, and a record of each start of the program on this run. earlier: the run.json up to now, or "".
+static std::string run_json_with_start(const std::string& options, const std::string& earlier, const std::string& path,
+                                       const std::string& start) {
+    std::string starts;  // those of before, as they stand there
+    if (!earlier.empty()) try {
+            const Json root = parse_own_json(earlier, path);
+            const Json* const list = root.find("starts");
+            if (list && root.keys.back() != "starts") fail("%s: starts is not its last key", path.c_str());
+            if (list && !list->require(Json::Array, path + ": starts").items.empty()) {
+                const size_t begin = size_t(list->items[0].offset), end = earlier.rfind(']');
+                starts = earlier.substr(begin, earlier.find_last_not_of(" \n", end - 1) + 1 - begin) + ",\n  ";
+            }
+        } catch (const Error& e) {
+            complain(format_text("%s; the records of earlier starts are lost", e.what()));
+        }
+    return options.substr(0, options.rfind('}')) + ",\n \"starts\": [\n  " + starts + start + "\n ]}\n";
+}
+
+void prepare_run_folder(const std::string& out, bool resuming, const std::string& options, const std::string& start) {
+    make_folders(out);
+    lock_run_folder(out);
+    std::vector<std::string> earlier;
+    if (!resuming)
+        for (const std::string& name : folder_entries(out))
+            if (is_run_file(name) && (!has_plain_name(name) || is_run_folder(out))) earlier.push_back(name);
+    if (!earlier.empty() && !is_run_folder(out))
+        fail("--out %s holds %s, which no run of this program has written: choose another folder", out.c_str(),
+             earlier[0].c_str());
+    const std::string note = !earlier.empty() ? move_run_aside(out, earlier) : resuming ? ", resumed" : "";
+    std::printf("out:    %s%s\n", printable(out).c_str(), printable(note).c_str());
+    clean_leftovers(out, complain);
+    if (options.empty()) return;
+    const std::string path = out + "/run.json", before = file_exists(path) ? read_file(path) : "";
+    replace_text_file(path, run_json_with_start(options, before, path, start));
+}
+
+void remove_halt_file(const std::string& out) {
+    if (std::remove((out + "/halt").c_str()) != 0)
+        complain(format_text("cannot remove %s/halt: %s; the next run will stop at once", out.c_str(),
+                             std::strerror(errno)));
+}
+
+void RunLog::line(FILE* file, const std::string& s) {
+    const bool written = std::fprintf(file, "%s\n", s.c_str()) >= 0 && std::fflush(file) == 0;
+    if (written && (file == text || !events || add_event(parse_json(s, "log.jsonl")))) return;
+    if (!warned)
+        complain(format_text("cannot write the run's log: %s; lines are missing there from now on, stdout has them",
+                             std::strerror(errno)));
+    warned = true;
+    std::clearerr(file);
+}
+
+void RunLog::sync() {
+    for (FILE* file : {text, json})
+        if (fsync(fileno(file)) != 0) fail("cannot sync the run's log: %s", std::strerror(errno));
+}
+
+bool RunLog::add_event(const Json& line) {
+    const bool validation = std::any_of(line.keys.begin(), line.keys.end(),
+                                        [](const std::string& key) { return key.compare(0, 8, "val_loss") == 0; });
+    std::vector<std::pair<std::string, double>> scalars;
+    for_each_number(line, [&](std::string name, double x) {
+        if (validation) name = "val/" + (name.compare(0, 8, "val_loss") ? name : name.substr(4));
+        else if (name.find('/') == std::string::npos) name = "train/" + name;
+        if (std::isfinite(x) || (name != "train/loss_z" && name != "train/norm_z")) scalars.emplace_back(name, x);
+    });
+    return scalars.empty() || events->add(line.number("time", "log.jsonl"), line.integer("step", "log.jsonl"), scalars);
+}
+
+void RunLog::drop_lines_after(const std::string& path, const char* before_step, int64_t last_step) {
+    std::istringstream in(read_file(path));
+    std::string kept;
+    for (std::string line; std::getline(in, line) && !in.eof();)  // a crash may have torn the last line
+        if (line.compare(0, std::strlen(before_step), before_step) == 0 &&
+            std::atoll(line.c_str() + std::strlen(before_step)) <= last_step)
+            kept += line + "\n";
+    replace_text_file(path, kept);
+}
+
+std::string newest_checkpoint(const std::string& run, Wanted wanted) {
+    std::vector<std::string> damages;
+    const std::string newest = newest_intact_checkpoint(
+        run, [&](const std::string& text) { damages.push_back(text); }, wanted);
+    if (newest.empty() && !damages.empty())  // the first complaint, without its "; taking the one before"
+        fail("no checkpoint under %s is intact; %s; %s", run.c_str(),
+             damages[0].substr(0, damages[0].rfind("; ")).c_str(),
+             wanted == Wanted::MODEL
+                 ? "give another run, or a folder with the model.safetensors and config.json of this one from a copy"
+                 : "without --resume the run starts anew and this folder is moved aside");
+    for (const std::string& text : damages) complain(text);
+    return newest;
+}
+
+bool is_checkpoint(const std::string& folder) {
+    return file_exists(folder + "/model.safetensors") || file_exists(folder + "/manifest.json");
+}
+
+std::string checkpoint_of(const std::string& from, const char* option) {
+    if (file_exists(from) && !file_exists(from + "/."))
+        fail("%s %s is a file: give the folder of a run or of one checkpoint", option, from.c_str());
+    if (is_checkpoint(from)) verify_model(from, complain);
+    const std::string folder = is_checkpoint(from) ? from : newest_checkpoint(from, Wanted::MODEL);
+    if (folder.empty()) fail("%s %s holds no checkpoint: no step_*/model.safetensors in it", option, from.c_str());
+    return folder;
+}

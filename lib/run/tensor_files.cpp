@@ -1,0 +1,69 @@
+// tensor_files.cpp: the functions of tensor_files.h.
+#include "tensor_files.h"
+
+void require_finite(const SafeTensors& file) {
+    for (const TensorView& t : file.tensors) {
+        const float* const values = static_cast<const float*>(t.data);
+        const size_t n = size_t(t.bytes / sizeof *values);
+        const float* const bad = std::find_if(values, values + n, [](float x) { return !std::isfinite(x); });
+        if (t.dtype == "F32" && bad != values + n)
+            fail("%s: number %zu of %s is %g: the weights are no use; take an earlier checkpoint", file.path.c_str(),
+                 size_t(bad - values), t.name.c_str(), double(*bad));
+    }
+}
+
+std::unique_ptr<SafeTensors> open_weights(const std::string& checkpoint, const std::vector<TensorSpec>& specs) {
+    auto weights = std::make_unique<SafeTensors>(checkpoint + "/model.safetensors");
+    for (const TensorSpec& t : specs) weights->get(t.name, "F32", t.shape());
+    require_finite(*weights);
+    return weights;
+}
+
+MomentPiece moment_piece(const TensorView& view, const std::vector<TensorSpec>& specs, const std::string& path) {
+    size_t first = 0, last = 0;
+    const size_t bracket = view.name.find('[');
+    int length = 0;
+    if (bracket == std::string::npos ||
+        std::sscanf(view.name.c_str() + bracket, "[%zu:%zu]%n", &first, &last, &length) != 2 ||
+        view.name.size() != bracket + size_t(length) || view.dtype != "F32")
+        fail("%s: tensor %s: expected F32 and a name like m.norm.weight[0:128]", path.c_str(),
+             json_quote(view.name).c_str());
+    const std::string prefix = view.name.substr(0, 2), name = bracket < 2 ? "" : view.name.substr(2, bracket - 2);
+    const auto t = std::find_if(specs.begin(), specs.end(), [&](const auto& spec) { return spec.name == name; });
+    if ((prefix != "m." && prefix != "v.") || t == specs.end() || (prefix == "v." && t->orthogonal))
+        fail("%s: tensor %s belongs to no tensor of this model", path.c_str(), json_quote(view.name).c_str());
+    if (first >= last || last > t->size || view.elements() != int64_t(last - first))
+        fail("%s: tensor %s has %lld elements, the whole one %zu", path.c_str(), view.name.c_str(),
+             (long long)view.elements(), t->size);
+    return {prefix[0], t->offset + first, last - first, static_cast<const float*>(view.data)};
+}
+
+// A bitmask becomes a byte per block.
+static std::vector<uint8_t> bytes_of_masks(const std::vector<uint32_t>& masks, size_t words, size_t blocks) {
+    const size_t rows = masks.size() / words;
+    std::vector<uint8_t> bytes(rows * blocks);
+    for (size_t r = 0; r < rows; r++)
+        for (size_t j = 0; j < blocks; j++) bytes[r * blocks + j] = is_selected(&masks[r * words], int(j));
+    return bytes;
+}
+
+void write_state_dump(const std::string& path, StateDump d, const std::string& config, const std::string& command) {
+    const int64_t B = d.shape.B, T = d.shape.T, blocks = d.shape.slc_blocks();
+    d.tensors.push_back({"inputs", "I32", {B, T}, d.inputs.data(), d.inputs.size() * 4});
+    d.tensors.push_back({"targets", "I32", {B, T}, d.targets.data(), d.targets.size() * 4});
+    d.tensors.push_back(tensor_view("logits", {B, T, d.V}, d.logits.data()));
+    d.tensors.push_back(tensor_view("loss", {1}, &d.loss));
+    std::vector<std::vector<uint8_t>> selections;
+    for (const auto& masks : d.selection)
+        selections.push_back(bytes_of_masks(masks, size_t(d.shape.selection_words()), size_t(blocks)));
+    for (size_t i = 0; i < selections.size(); i++)
+        if (!selections[i].empty())
+            d.tensors.push_back({format_text("layers.%zu.selection", i),
+                                 "U8",
+                                 {B, d.shape.G, T, blocks},
+                                 selections[i].data(),
+                                 selections[i].size()});
+    write_safetensors(path, {{"config", config}, {"options", command}, {"precision", d.precision}}, d.tensors);
+    std::printf("state:  loss %.6f, written to %s; compare it with: python3 dev/reference.py compare %s\n",
+                double(d.loss), printable(path).c_str(), printable(path).c_str());
+}

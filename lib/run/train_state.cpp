@@ -1,0 +1,68 @@
+// train_state.cpp: the functions of train_state.h.
+#include "train_state.h"
+
+static std::string numbers_json(const std::vector<double>& values) {
+    std::string text = "[";
+    for (double v : values) text += format_text("%s%.17g", text.size() > 1 ? ", " : "", v);
+    return text + "]";
+}
+
+std::string state_json(const TrainState& s, const std::string& options, int ranks,
+                       const std::vector<std::string>& shards) {
+    std::string text =
+        format_text("{\"tokens\": %llu, \"last_update\": %lld, \"bad_steps\": %lld, \"ranks\": %d",
+                    (unsigned long long)s.tokens, (long long)s.last_update, (long long)s.bad_steps, ranks);
+    text += ",\n \"loader\": [";
+    for (size_t i = 0; i < s.loader.size(); i++)
+        text += format_text("%s\"%llu\"", i ? ", " : "", (unsigned long long)s.loader[i]);
+    text += "],\n \"shards\": [";
+    for (size_t i = 0; i < shards.size(); i++) text += (i ? ",\n  " : "") + json_quote(shards[i], true);
+    text += "],\n \"losses\": " + numbers_json(s.losses.values) + ",\n \"norms\": " + numbers_json(s.norms.values);
+    if (s.validation.step == s.step && std::isfinite(s.validation.loss))  // see best_step
+        text +=
+            format_text(",\n \"validation\": {\"loss\": %.17g, \"data\": \"%016llx, %llu tokens\"}", s.validation.loss,
+                        (unsigned long long)s.validation.corpus, (unsigned long long)s.validation.tokens);
+    if (s.left_validation) text += ",\n \"left_validation\": true";
+    return text + ",\n \"options\": " + options + "}";
+}
+
+static uint64_t read_loader_integer(const std::string& text, const std::string& path, size_t i) {
+    char* end = nullptr;
+    errno = 0;
+    const uint64_t value = std::strtoull(text.c_str(), &end, 10);
+    if (text.empty() || text[0] < '0' || text[0] > '9' || *end || errno)
+        fail("%s: loader[%zu] is %s, expected an integer", path.c_str(), i, json_quote(text).c_str());
+    return value;
+}
+
+static void read_window(OutlierWindow& window, const Manifest& manifest, const char* name) {
+    const std::string& path = manifest.path;
+    for (const Json& value : manifest.state.array(name, path))
+        window.values.push_back(value.number(path + ": " + name));
+    if (window.values.size() > OutlierWindow::SIZE)
+        fail("%s: %s has %zu values, expected at most %zu", path.c_str(), name, window.values.size(),
+             OutlierWindow::SIZE);
+}
+
+TrainState read_state(const Manifest& manifest) {
+    const std::string& path = manifest.path;
+    if (manifest.state.find("imported"))
+        fail("%s: import wrote weights alone, no state to resume: begin a run with them by --init-from", path.c_str());
+    TrainState state;
+    state.step = manifest.step;
+    state.last_update = manifest.state.integer("last_update", path);
+    state.bad_steps = manifest.state.integer("bad_steps", path);
+    const std::vector<Json>& loader = manifest.state.array("loader", path);
+    if (loader.size() != state.loader.size())
+        fail("%s: loader has %zu integers, expected %zu", path.c_str(), loader.size(), state.loader.size());
+    for (size_t i = 0; i < loader.size(); i++)
+        state.loader[i] = read_loader_integer(loader[i].string(path + ": loader"), path, i);
+    state.tokens = uint64_t(manifest.state.integer("tokens", path));
+    for (const Json& name : manifest.state.array("shards", path))
+        state.shards.push_back(name.string(path + ": shards"));
+    state.was_validated = manifest.state.find("validation");
+    state.left_validation = manifest.state.find("left_validation");
+    read_window(state.losses, manifest, "losses");
+    read_window(state.norms, manifest, "norms");
+    return state;
+}
