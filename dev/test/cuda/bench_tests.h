@@ -182,7 +182,8 @@ TEST(cuda_bench_counts) {
                 CHECK_EQUAL(attention_backward_work(branch, s, 2).bytes,
                             wide + wide + 4 * key + (branch == WIN ? 1 : 2) * double(dq.size() * sizeof(float)) +
                                 2 * statistic + masks);
-                // dout . o of each row besides; q, dout, o and dq as q's columns; what rows are made of and what of them
+                // dout . o of each row besides; q, dout, o and dq as q's columns; what rows are made of and what of
+                // them
                 const Work alone = branches_backward_work(s, 2, 1u << branch);
                 CHECK_EQUAL(alone.flops, 4.0 * 2 * s.D * pairs + 2.0 * s.D * double(rows));
                 CHECK_EQUAL(alone.bytes, 4 * wide + 4 * key + (full ? 5 : 7) * statistic + masks);
