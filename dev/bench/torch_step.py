@@ -61,7 +61,7 @@ class Block(nn.Module):
     def __init__(self, width, heads):
         super().__init__()
         self.heads = heads
-        self.attn_norm, self.mlp_norm = nn.RMSNorm(width, eps=1e-5), nn.RMSNorm(width, eps=1e-5)
+        self.attn_norm, self.mlp_norm = nn.RMSNorm(width, eps=1e-6), nn.RMSNorm(width, eps=1e-6)
         self.qkv, self.o = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
         self.fc1, self.fc2 = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
 
@@ -83,7 +83,7 @@ class Dense(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
-        self.norm = nn.RMSNorm(width, eps=1e-5)
+        self.norm = nn.RMSNorm(width, eps=1e-6)
         for name, p in self.named_parameters():
             if p.dim() == 2:
                 nn.init.normal_(

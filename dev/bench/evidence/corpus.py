@@ -9,7 +9,7 @@ directory (fs/ext4, net/ipv4): training and held-out files never share one. The 
 of their paths, so the first N bytes are a fair sample of the whole.
 
     train/c_train_000001.bin ...   2^18 + 1 tokens each, so that each holds 256 samples of 1024
-    heldout/c_T_000_val_000000.bin ...   T = 1024, 4096, ...: T tokens from the middle of each held-out file, one a shard
+    heldout/c_T_000_val_000000.bin ...   T = 1024, 4096, ...: T tokens from the middle of a held-out file, one a shard
 
 A text is one document: train/text_train_000001.bin and heldout/text_val_000000.bin.
 """

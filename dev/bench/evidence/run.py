@@ -261,8 +261,9 @@ class Runner:
             os.remove(f"{out}.json")
         count = self.setting["held_out_documents"]["sweep" if run.seed == SEED_OF_SWEEP else "whole"]
         shards = enumerate(sorted(glob.glob(f"{self.a.cache}/{self.setting['held_out']}"))[:count])
-        command = [self.a.program, "eval", "--from", folder, "--val-data", ",".join(f"{i}={path}" for i, path in shards),
-                   "--seq-len", str(self.setting["model"]["seq-len"]), "--batch", "1", "--json", f"{out}.json"]
+        held_out = ",".join(f"{i}={path}" for i, path in shards)
+        command = [self.a.program, "eval", "--from", folder, "--val-data", held_out, "--batch", "1",
+                   "--seq-len", str(self.setting["model"]["seq-len"]), "--json", f"{out}.json"]
         command += command_line(self.setting["machine"])
         return self.execute(run, command, f"{out}.eval", "w")[0] == 0
 

@@ -75,7 +75,7 @@ def print_rows(head, rows):
 
 
 def print_tables(arms, shorter, ngrams, runs):
-    """The loss of the seed that chose the rate stands beside the mean, not in it; * marks builds of uncommitted code."""
+    """The loss of the seed that chose the rate stands beside the mean, not in it; * marks uncommitted code."""
     rows, chose = [], {(run["arm"], run["rate"], run["tokens"]): run for run in runs if run["seed"] == SEED_OF_RATE}
     entries = [entry for runs in [arms] + shorter for entry in runs.items()]
     for (name, rate), whole in [e for e in entries if len(e[1]) == len(SEEDS)] or entries:
@@ -87,8 +87,8 @@ def print_tables(arms, shorter, ngrams, runs):
                      ", ".join(f"{loss:.4f}" for loss in losses), f"{first['held_out_loss']:.4f}" if first else "",
                      f"{whole[0]['parameters']:,}",
                      f"{whole[0]['keys_per_query']:.0f}", f"{whole[0]['flops'] / 1e12:.1f}", f"{seconds:.0f} s"])
-    print_rows(["arm", "tokens", "rate", "held-out loss", f"seeds {SEEDS[0]}, {SEEDS[1]}", f"seed {SEED_OF_RATE}", "parameters", "keys a query",
-                "TFLOP", "processor"], rows)
+    print_rows(["arm", "tokens", "rate", "held-out loss", f"seeds {SEEDS[0]}, {SEEDS[1]}", f"seed {SEED_OF_RATE}",
+                "parameters", "keys a query", "TFLOP", "processor"], rows)
     if ngrams:
         orders = list(ngrams[0]["loss_by_order"])
         print_rows(["n-gram, tokens"] + orders,

@@ -178,9 +178,9 @@ struct Comparison {
                         .status,
                     0);
     }
-    program::Result run(const std::string& script, const program::Words& more) {
+    program::Result run(const std::string& script, const program::Words& more, int seconds = 60) {
         program::Start start;
-        start.environment = {"PYTHONDONTWRITEBYTECODE=1"};
+        start.environment = {"PYTHONDONTWRITEBYTECODE=1"}, start.seconds = seconds;
         return program::execute(program::joined({"/usr/bin/env", scripts + "/" + script}, more), start);
     }
     // More: of run.py's options, or another script's.
@@ -414,6 +414,27 @@ TEST_LONG(run_shares_of_selection) {
     const std::string changed = " \\| [-+]0\\.[0-9]*[1-9][0-9]* [^|]*",
                       row = "\\| loss, less the model's own \\| \\+0.0000 ";
     CHECK(std::regex_search(r.out, std::regex(row + "[^|]*(" + changed + "){4}\\|")));
+}
+
+// The comparison at 125M, every part of it with a tiny model: all arms have two seeds, and each decision is printed.
+TEST_LONG(run_rehearsal_of_125m) {
+    using namespace script_tests;
+    if (program::execute({"/usr/bin/env", "python3", "-c", ""}).status != 0) return skip("125m: no python3");
+    Comparison c;
+    const program::Result r =
+        c.run("at_125m.py",
+              {"--dry-run", "--out", c.folder.file("out"), "--program", program::path(), "--seconds", "900"}, 1000);
+    CHECK_EQUAL(r.err, "");
+    CHECK_EQUAL(r.status, 0);
+    for (const char* name : {"main", "eval", "sample", "report", "export", "resume", "floor", "parity"})
+        CHECK(r.out.find(std::string(name) + ": done after") != std::string::npos);
+    for (const char* arm : {"N", "F", "H", "C", "A", "W"})
+        CHECK(std::regex_search(r.out,
+                                std::regex(format_text("\\| %s: `[^`]*`, [^\n]*\\([0-9.]*, [0-9.]*\\) \\|", arm))));
+    for (const char* sentence :
+         {"F beats H or W beyond", "N - F is above", "N reaches the training loss", "H is at or below N"})
+        CHECK(std::regex_search(r.out, std::regex(std::string("\n(Yes|No): ") + sentence)));
+    CHECK_EQUAL(c.run("at_125m.py", {"main", "--out", c.folder.file("out")}).status, 2);
 }
 
 // The n-gram's loss for one byte and for two, computed once more from the formula.

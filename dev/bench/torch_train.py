@@ -1,0 +1,145 @@
+#!/usr/bin/env python3
+"""Trains torch_step.py's dense model as a run of train_nsa was trained: on its shards in its order of samples, with its
+AdamW, its schedule and its batches, from the weights of a checkpoint; prints "step N loss L seconds S" for each step.
+
+    torch_train.py RUN FIRST [--compile]
+
+RUN is the run, of --attention full with as many --kv-groups as heads where losses are to agree; FIRST the checkpoint,
+such as that of a step with --lr 0 under the same --seed; none: weights of its own. Needs PyTorch and NumPy.
+"""
+import argparse
+import array
+import glob
+import json
+import math
+import os
+import sys
+import time
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
+from torch_step import Dense, torch  # noqa: E402  it says what is missing
+import reference  # noqa: E402
+
+HEADER = 1024
+SHUFFLE = 2  # lib/base/util.h's stream
+MASK = (1 << 32) - 1
+
+
+def random_bits(seed, stream, counter):
+    """Philox 4x32-10, as lib/base/util.h has it."""
+    a, b, c, d = counter & MASK, counter >> 32, stream & MASK, stream >> 32
+    k, l = seed & MASK, seed >> 32
+    for _ in range(10):
+        p, q = 0xD2511F53 * a, 0xCD9E8D57 * c
+        a, b, c, d = q >> 32 ^ b ^ k, q & MASK, p >> 32 ^ d ^ l, p & MASK
+        k, l = k + 0x9E3779B9 & MASK, l + 0xBB67AE85 & MASK
+    return a | b << 32
+
+
+def shuffled_position(position, n, seed, epoch):
+    """As dataloader.h has it."""
+    half = 0
+    while 1 << 2 * half < n:
+        half += 1
+    mask, x = (1 << half) - 1, position
+    while True:
+        left, right = x >> half, x & mask
+        for turn in range(6):
+            left, right = right, left ^ random_bits(seed, SHUFFLE + (epoch << 32), turn << 32 | right) & mask
+        x = left << half | right
+        if x < n:
+            return x
+
+
+class Batches:
+    """The samples of T + 1 tokens of a run, in its order."""
+
+    def __init__(self, pattern, T, seed):
+        self.T, self.seed, self.next, self.samples = T, seed, 0, []
+        for path in sorted(glob.glob(pattern)):
+            tokens = array.array("H")
+            with open(path, "rb") as file:
+                tokens.frombytes(file.read()[HEADER:])
+            self.samples += [(tokens, at) for at in range(0, (len(tokens) - 1) // T * T, T)]
+
+    def take(self, count):
+        rows = []
+        for _ in range(count):
+            epoch, position = divmod(self.next, len(self.samples))
+            tokens, at = self.samples[shuffled_position(position, len(self.samples), self.seed, epoch)]
+            rows.append(tokens[at:at + self.T + 1].tolist())
+            self.next += 1
+        return torch.tensor(rows)
+
+
+def load_weights(model, folder):
+    """The checkpoint's tensors, under the names that torch_step.py has for them."""
+    found, _ = reference.read_safetensors(f"{folder}/model.safetensors")
+    tensors = {name: torch.from_numpy(tensor.copy()) for name, tensor in found.items()}
+    state = {"embed.weight": tensors["embed_tokens.weight"], "norm.weight": tensors["norm.weight"]}
+    for i in range(len(model.blocks)):
+        here, there = f"layers.{i}.", f"blocks.{i}."
+        parts = [tensors[f"{here}attn.{name}_proj.weight"] for name in ("q", "k_win", "v_win")]
+        state[there + "qkv.weight"] = torch.cat(parts)
+        state[there + "o.weight"] = tensors[here + "attn.o_proj.weight"]
+        for name in ("attn_norm", "mlp_norm"):
+            state[f"{there}{name}.weight"] = tensors[f"{here}{name}.weight"]
+        for name in ("fc1", "fc2"):
+            state[f"{there}{name}.weight"] = tensors[f"{here}mlp.{name}.weight"]
+    model.load_state_dict(state)
+
+
+def learning_rate(o, step):
+    """As lib/model/schedule.h has the cosine."""
+    if step <= o["warmup"]:
+        return o["lr"] * step / o["warmup"]
+    fraction = 0.5 * (1 + math.cos(math.pi * (step - o["warmup"]) / (o["steps"] - o["warmup"])))
+    return o["lr"] * (o["lr_final"] + (1 - o["lr_final"]) * fraction)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run")
+    parser.add_argument("first")
+    parser.add_argument("--compile", action="store_true")
+    a = parser.parse_args()
+    with open(f"{a.run}/run.json") as file:
+        o = json.load(file)
+    o["warmup"] = int(o["warmup"])
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    vocabulary = 256 if o["tokenizer"] == "bytes" else 50257
+    torch.manual_seed(o["seed"])
+    torch.set_float32_matmul_precision("high")
+    torch.set_num_threads(1)  # of the CPU: tiny models, beside other work
+    model = Dense(vocabulary, o["layers"], o["dim"], o["heads"])
+    if a.first != "none":
+        load_weights(model, a.first)
+    model = model.to(device)
+    T, D = o["seq_len"], o["dim"] // o["heads"]
+    angle = torch.arange(T, device=device).float()[:, None] * float(o["rope_base"]) ** (
+        -torch.arange(0, D, 2, device=device).float() / D)
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": o["weight_decay"]},
+                                   {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0}],
+                                  betas=(0.9, 0.95), eps=1e-8, fused=device == "cuda")
+    compiled = torch.compile(model) if a.compile else model
+    batches, micro_steps = Batches(o["data"], T, o["seed"]), o["total_batch"] // (o["batch"] * T)
+    for step in range(1, o["steps"] + 1):
+        begin = time.perf_counter()
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(o, step)
+        total = 0
+        for _ in range(micro_steps):
+            tokens = batches.take(o["batch"]).to(device)
+            with torch.autocast(device, dtype=torch.bfloat16):
+                loss = compiled(tokens[:, :-1], tokens[:, 1:], angle.cos(), angle.sin()) / micro_steps
+            loss.backward()
+            total += loss.detach()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), o["grad_clip"])
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        print(f"step {step} loss {total.item():.6f} seconds {time.perf_counter() - begin:.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
