@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Does a test notice? Each file dev/test/mutants/NAME.patch is a fault of a line or a few, and its first line says which
-# tests must then fail:
+# Does a test notice? The files dev/test/mutants/ROOM.txt hold faults of a line or a few, each with its name and the tests
+# that must then fail, before its patch:
+#     mutant: NAME
 #     tests: WORD... --only TEST
 # The words are headers of dev/test, which become a program of their own, so that it compiles in seconds; those of cuda/
 # run in the emulator, for heads of 64 alone. The word train_nsa: the tests start ./train_nsa, which is built too.
@@ -11,15 +12,17 @@
 set -uo pipefail
 case ${1:-} in -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
 cd "$(dirname "$0")/../.." || exit 1
-faults=$PWD/dev/test/mutants names=("$@")
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+faults=$work/faults names=("$@")
+mkdir "$faults"
+awk -v to="$faults" '/^mutant: /{name = $2; next} !/^$/{print >(to "/" name ".patch")}' dev/test/mutants/*.txt
 if [ "${1:-}" = --sample ]; then
     mapfile -t names < <(cd "$faults" && printf '%s\n' *.patch | shuf -n "${2:?--sample N: how many}")
 elif [ $# = 0 ]; then
     mapfile -t names < <(cd "$faults" && printf '%s\n' *.patch)
 fi
 names=("${names[@]%.patch}")
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
 mkdir "$work/tree" "$work/sound"
 git ls-files -z | tar --null --files-from=- --create --ignore-failed-read 2>"$work/log" | tar --extract -C "$work/tree"
 cd "$work/tree" || exit 1
@@ -61,9 +64,9 @@ run_tests() { timeout 600 "$2" --only "${1##*--only }"; } # WORDS PROGRAM
 # What is right must pass, else a failure with a fault says nothing.
 declare -A sound
 for name in "${names[@]}"; do
-    [ -f "$faults/$name.patch" ] || { bad "$name: there is no $faults/$name.patch"; continue; }
+    [ -f "$faults/$name.patch" ] || { bad "$name: there is none in dev/test/mutants"; continue; }
     tests=$(sed -n '1s/^tests: //p' "$faults/$name.patch") program=
-    [ -n "$tests" ] || { bad "$name: the first line is no 'tests: HEADER... --only TEST'"; continue; }
+    [ -n "$tests" ] || { bad "$name: the line behind its name is no 'tests: HEADER... --only TEST'"; continue; }
     [ -z "${sound[$tests]:-}" ] || continue
     program=$work/sound/$(program_of "$tests")
     sound[$tests]=no
