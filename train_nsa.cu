@@ -1227,6 +1227,7 @@ static int run_train(Config& c, const std::set<std::string>& on_command_line, Wo
 }
 
 #ifndef NSA_WITHOUT_MAIN  // tests include this file
+BEFORE_LIBRARIES(look_at_hangup);
 int main(int argc, char** argv) {
     if (argc > 0) program_name = argv[0];
     prepare_for_errors();

@@ -47,18 +47,20 @@ inline bool hangup_was_ignored = false;
 // And it is kept until somebody waits for it, or UCX would swallow one that comes meanwhile.
 inline void look_at_hangup(int, char**, char**) {
     hangup_was_ignored = is_ignored(SIGHUP);
-#ifndef NSA_WITHOUT_MAIN
     sigset_t set;
     sigemptyset(&set);
     sigaddset(&set, SIGHUP);
     sigprocmask(SIG_BLOCK, &set, nullptr);
-#endif
 }
+// Stands once in a program, beside its main().
 #if defined(__ELF__) && !defined(__HIP_DEVICE_COMPILE__)  // hipcc would have the GPU call it too
-__attribute__((section(".preinit_array"), used)) static void (*const before_libraries)(int, char**,
-                                                                                       char**) = look_at_hangup;
+#define BEFORE_LIBRARIES(look) \
+    __attribute__((section(".preinit_array"), used)) static void (*const before_libraries)(int, char**, char**) = look
 #elif defined(__APPLE__)
-__attribute__((constructor)) static void before_main() { look_at_hangup(0, nullptr, nullptr); }
+#define BEFORE_LIBRARIES(look) \
+    __attribute__((constructor)) static void before_libraries() { look(0, nullptr, nullptr); }
+#else
+#define BEFORE_LIBRARIES(look) static_assert(true, "nothing to do")
 #endif
 
 inline sigset_t stop_signals() {
