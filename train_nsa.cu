@@ -28,22 +28,39 @@ using DeviceEngine = Cuda;
 #else
 using DeviceEngine = void;
 #endif
+// defines: DataLoader, LoaderState
 #include "dataloader.h"
-#include "ddp.cuh"  // after the engines, whose gradients it sums
+// defines: Reducer, make_reducer, connect_by_nccl; after the engines, whose gradients it sums
+#include "ddp.cuh"
+// defines: prepare_for_errors, output_is_whole
 #include "lib/base/errors.h"
+// defines: Arena, one allocation for many buffers
 #include "lib/model/arena.h"
+// defines: Muon
 #include "lib/model/muon.h"
+// defines: choose_token
 #include "lib/model/sampling.h"
+// defines: TensorList, TensorSpec, matrix_of, vector_of, initial_value
 #include "lib/model/tensors.h"
+// defines: report_runs
 #include "lib/report/run_report.h"
+// defines: print_version
 #include "lib/run/build_info.h"
+// defines: shape_of, complete_options, read_options_file
 #include "lib/run/config_files.h"
+// defines: Device, choose_device, choose_path
 #include "lib/run/device.h"
+// defines: print_help
 #include "lib/run/help.h"
+// defines: EvalSums, EvalResult, StepResult, RunReport
 #include "lib/run/report.h"
+// defines: CheckpointSaver
 #include "lib/run/saver.h"
+// defines: open_run, begin_log
 #include "lib/run/start.h"
+// defines: TrainingData, open_training_data
 #include "lib/run/training_data.h"
+// defines: Tokenizer
 #include "tokenizer.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -739,7 +756,11 @@ std::vector<EvalSums> evaluate(
         if (asked_to_stop()) return {};
     }
     model.progress("waiting for the other ranks");
-    world.sum(&of_sample[0].loss, of_sample.size() * EvalSums::COUNT);
+    std::vector<double> numbers;
+    for (EvalSums& sums : of_sample) sums.visit([&](double number) { numbers.push_back(number); });
+    world.sum(numbers.data(), numbers.size());
+    auto total = numbers.begin();
+    for (EvalSums& sums : of_sample) sums.visit([&](double& number) { number = *total++; });
     return of_sample;
 }
 

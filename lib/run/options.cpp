@@ -338,7 +338,7 @@ std::pair<int64_t, int64_t> profiled_steps(const MachineConfig& c) {
 int64_t warmup_steps(const TrainConfig& c) {
     std::string digits = c.warmup;
     int64_t unit = 0;
-    for (const auto& [letter, factor] : {std::pair('K', K), std::pair('M', M), std::pair('B', 1e9)})
+    for (const auto& [letter, factor] : {std::pair('K', 1e3), std::pair('M', 1e6), std::pair('B', 1e9)})
         if (!digits.empty() && digits.back() == letter) unit = int64_t(factor);
     if (unit) digits.pop_back();
     if (digits.empty() || digits.size() > (unit ? 6 : 12) ||

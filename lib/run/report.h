@@ -66,14 +66,17 @@ constexpr size_t POSITION_RANGES = 17;
 inline size_t range_begin(size_t range) { return range ? size_t(8) << range : 0; }
 size_t range_of(size_t position);
 
-// What is added up over the tokens of one sample: numbers of one kind, so that ranks can add them too.
+// What is added up over the tokens of one sample.
 struct EvalSums {
     double loss = 0, answer_loss = 0, tokens = 0, answers = 0, bytes = 0;
     double range_loss[POSITION_RANGES] = {};
-    static constexpr size_t COUNT = 5 + POSITION_RANGES;
-    double* numbers() { return reinterpret_cast<double*>(this); }
-    const double* numbers() const { return reinterpret_cast<const double*>(this); }
 
+    // Calls use(number) with each of them, in one order, so that ranks can add them too.
+    template <class Use>
+    void visit(Use use) {
+        for (double* number : {&loss, &answer_loss, &tokens, &answers, &bytes}) use(*number);
+        for (double& number : range_loss) use(number);
+    }
     // The sample's next token. target: 1 for an answer, 0 for any other, NO_TARGET after the end of the data.
     void add(double of_token, uint8_t target, size_t text_bytes) {
         if (target == NO_TARGET) return;
@@ -101,8 +104,13 @@ struct EvalResult {
     explicit EvalResult(const std::vector<EvalSums>& sums) : samples(sums.size()) {
         EvalSums total;
         for (const EvalSums& s : sums) {
-            for (size_t i = 0; i < EvalSums::COUNT; i++) total.numbers()[i] += s.numbers()[i];
+            total.loss += s.loss;
+            total.answer_loss += s.answer_loss;
+            total.tokens += s.tokens;
+            total.answers += s.answers;
+            total.bytes += s.bytes;
             for (size_t r = 0; r < POSITION_RANGES; r++) {
+                total.range_loss[r] += s.range_loss[r];
                 const size_t begin = range_begin(r), end = range_begin(r + 1), size = size_t(s.tokens);
                 range_tokens[r] += std::min(std::max(size, begin), end) - begin;
             }
