@@ -217,6 +217,13 @@ Config parse_options(int argc, const char* const* argv, std::set<std::string>& g
     return c;
 }
 
+std::vector<Config> make_presets() {
+    std::vector<Config> presets(std::size(PRESET_VALUES[0].values));
+    for (const auto& row : PRESET_VALUES)
+        for (size_t i = 0; i < presets.size(); i++) set_option(presets[i], option_named(row.option), row.values[i]);
+    return presets;
+}
+
 const Config& preset_of(const TrainConfig& c) {
     return *std::find_if(std::begin(PRESETS), std::end(PRESETS), [&](const Config& p) { return c.model == p.model; });
 }

@@ -318,125 +318,46 @@ inline const Option OPTIONS[] = {
     {"version", EVERY_VERB, &Config::version, "off", ANY, "what was built: version, compiler, engines; and end"},
 };
 
-// What --model stands for: the options whose default is 'preset', and --batch.
-
-// Learns the synthetic corpus in about a minute on two cores.
-inline Config preset_tiny() {
-    Config p;
-    p.model = "tiny";
-    p.layers = 2;
-    p.dim = 128;
-    p.heads = 4;
-    p.kv_groups = 2;
-    p.head_dim = 32;
-    p.cmp_block = 8;
-    p.cmp_stride = 4;
-    p.slc_block = 16;
-    p.slc_count = 6;
-    p.window = 16;
-    p.phi_hidden = 32;
-    p.mlp_hidden = 512;
-    p.init = "random";
-    p.tokenizer = "bytes";
-    p.batch = 8;
-    p.seq_len = 256;
-    p.total_batch = 2048;
-    p.steps = 2100;
-    p.warmup = "20";
-    p.optimizer = "adamw";
-    p.lr = 2e-3;
-    p.eval_every = 100;
-    return p;
-}
-
-// A model of the paper's kind, and of the size of GPT-2 small.
-inline Config preset_125m() {
-    Config p;
-    p.model = "125m";
-    p.layers = 12;
-    p.dim = 768;
-    p.heads = 12;
-    p.kv_groups = 2;
-    p.head_dim = 64;
-    p.cmp_block = 32;
-    p.cmp_stride = 16;
-    p.slc_block = 64;
-    p.slc_count = 16;
-    p.window = 512;
-    p.phi_hidden = 128;
-    p.mlp_hidden = 3072;
-    p.init = "standard";
-    p.tokenizer = "gpt2";
-    p.batch = 16;
-    p.seq_len = 2048;
-    p.total_batch = 524288;
-    p.steps = 19000;
-    p.warmup = "700";
-    p.optimizer = "adamw";
-    p.lr = 6e-4;
-    p.eval_every = 250;
-    p.save_every = 1000;
-    return p;
-}
-
-// For an hour on a laptop's CPU; of bytes, so that it needs no vocabulary. Blocks, optimiser and learning rate are the
-// best of the sweeps in dev/EVIDENCE.md, "Optimiser and options", and the batch is theirs.
-inline Config preset_2m() {
-    Config p = preset_tiny();
-    p.model = "2m";
-    p.layers = 4;
-    p.dim = 192;
-    p.heads = 6;
-    p.cmp_block = 4;
-    p.cmp_stride = 4;
-    p.slc_block = 16;
-    p.slc_count = 8;
-    p.window = 56;
-    p.mlp_hidden = 768;
-    p.init = "narrow";
-    p.seq_len = 1024;
-    p.total_batch = 8192;
-    p.steps = 1024;
-    p.warmup = "50";
-    p.optimizer = "muon";
-    p.lr = 8e-3;
-    p.save_every = 200;
-    return p;
-}
-
-// Untuned, as is the one for 80 GB: sizes by the memory that `check` works out, batch and learning rate by analogy.
-// For an evening on a GPU of 8 GB.
-inline Config preset_50m() {
-    Config p = preset_125m();
-    p.model = "50m";
-    p.layers = 8;
-    p.dim = 512;
-    p.heads = 8;
-    p.mlp_hidden = 2048;
-    p.batch = 8;
-    p.total_batch = 65536;
-    p.steps = 6000;
-    p.warmup = "20M";
-    p.lr = 1e-3;
-    return p;
-}
-
-// For GPUs of 80 GB; 20 tokens for each parameter.
-inline Config preset_350m() {
-    Config p = preset_125m();
-    p.model = "350m";
-    p.layers = 24;
-    p.dim = 1024;
-    p.heads = 16;
-    p.kv_groups = 4;
-    p.mlp_hidden = 4096;
-    p.steps = 13500;
-    p.warmup = "350M";
-    p.lr = 3e-4;
-    return p;
-}
-
-inline const Config PRESETS[] = {preset_tiny(), preset_2m(), preset_50m(), preset_125m(), preset_350m()};
+// What --model stands for: the options whose default is 'preset', and --batch. A column a preset:
+//   tiny  learns the built-in corpus in minutes on two cores
+//   2m    for an hour on a laptop's CPU; of bytes, so that it needs no vocabulary. Blocks, optimiser and learning rate
+//         are the best of the sweeps in dev/EVIDENCE.md, "Optimiser and options", and the batch is theirs
+//   50m   for an evening on a GPU of 8 GB. Untuned, as is 350m: sizes by the memory that `check` works out, batch and
+//         learning rate by analogy
+//   125m  a model of the paper's kind, and of the size of GPT-2 small
+//   350m  for GPUs of 80 GB; 20 tokens for each parameter
+// clang-format off
+inline const struct {
+    const char *option, *values[5];
+} PRESET_VALUES[] = {
+    {"model",        {    "tiny",       "2m",      "50m",     "125m",     "350m"}},
+    {"layers",       {       "2",        "4",        "8",       "12",       "24"}},
+    {"dim",          {     "128",      "192",      "512",      "768",     "1024"}},
+    {"heads",        {       "4",        "6",        "8",       "12",       "16"}},
+    {"kv-groups",    {       "2",        "2",        "2",        "2",        "4"}},
+    {"head-dim",     {      "32",       "32",       "64",       "64",       "64"}},
+    {"cmp-block",    {       "8",        "4",       "32",       "32",       "32"}},
+    {"cmp-stride",   {       "4",        "4",       "16",       "16",       "16"}},
+    {"slc-block",    {      "16",       "16",       "64",       "64",       "64"}},
+    {"slc-count",    {       "6",        "8",       "16",       "16",       "16"}},
+    {"window",       {      "16",       "56",      "512",      "512",      "512"}},
+    {"phi-hidden",   {      "32",       "32",      "128",      "128",      "128"}},
+    {"mlp-hidden",   {     "512",      "768",     "2048",     "3072",     "4096"}},
+    {"init",         {  "random",   "narrow", "standard", "standard", "standard"}},
+    {"tokenizer",    {   "bytes",    "bytes",     "gpt2",     "gpt2",     "gpt2"}},
+    {"batch",        {       "8",        "8",        "8",       "16",       "16"}},
+    {"seq-len",      {     "256",     "1024",     "2048",     "2048",     "2048"}},
+    {"total-batch",  {    "2048",     "8192",    "65536",   "524288",   "524288"}},
+    {"steps",        {    "2100",     "1024",     "6000",    "19000",    "13500"}},
+    {"warmup",       {      "20",       "50",      "20M",      "700",     "350M"}},
+    {"optimizer",    {   "adamw",     "muon",    "adamw",    "adamw",    "adamw"}},
+    {"lr",           {    "2e-3",     "8e-3",     "1e-3",     "6e-4",     "3e-4"}},
+    {"eval-every",   {     "100",      "100",      "250",      "250",      "250"}},
+    {"save-every",   {       "0",      "200",     "1000",     "1000",     "1000"}},
+};
+// clang-format on
+std::vector<Config> make_presets();
+inline const std::vector<Config> PRESETS = make_presets();
 
 struct VerbName {
     const char* name;
