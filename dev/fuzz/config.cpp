@@ -30,8 +30,8 @@ void fuzz_one(const std::string& input) {
         MemoryLimit limit(input.size(), 64 << 10, 400);
         if (!accepts([&] { read_config_json(c, path); })) return;
     }
-    for (const char* name : MODEL_OPTIONS) {
-        const Option& o = option_named(name);
+    for (const Option& o : OPTIONS) {
+        if (!(o.traits & OF_MODEL) || !o.integer) continue;
         EXPECT(double(c.*o.integer) >= o.low && double(c.*o.integer) <= o.high);
     }
     EXPECT(!layer_kinds(c.attention).empty());

@@ -28,16 +28,14 @@ NsaShape shape_of(const ModelConfig& c, int64_t B, int64_t T) {
     return s;
 }
 
-static const char* const MODEL_WORDS[] = {"attention", "branches", "tokenizer", "qk-norm", "smear", "head"};
-
 std::string config_json(const ModelConfig& model) {
     Config c;
     static_cast<ModelConfig&>(c) = model;
     std::string text = "{\"architecture\": \"nsa\"";
-    for (const char* name : MODEL_OPTIONS)
-        text += ", \"" + underscored(name) + "\": " + value_text(c, option_named(name));
-    for (const char* name : MODEL_WORDS)
-        text += ", \"" + underscored(name) + "\": \"" + value_text(c, option_named(name)) + "\"";
+    for (const Option& o : OPTIONS)
+        if (o.traits & OF_MODEL)
+            text +=
+                ", \"" + underscored(o.name) + "\": " + (o.integer ? value_text(c, o) : json_quote(value_text(c, o)));
     text += ", \"vocab_size\": " + std::to_string(c.vocab_size);
     if (c.vocab_digest) text += format_text(", \"vocab_digest\": \"%08x\"", c.vocab_digest);
     return text + format_text(", \"norm_eps\": %g}\n", NORM_EPS);
@@ -47,12 +45,14 @@ void read_config_json(Config& c, const std::string& path) {
     const Json root = parse_json(read_file(path), path);
     if (root.string("architecture", path) != "nsa")
         fail("%s: architecture is '%s', expected 'nsa'", path.c_str(), root.string("architecture", path).c_str());
-    std::vector<std::pair<const char*, std::string>> values;  // read first: those errors name the path themselves
-    for (const char* name : MODEL_OPTIONS)
-        values.emplace_back(name, std::to_string(root.integer(underscored(name), path)));
-    for (const char* name : MODEL_WORDS) values.emplace_back(name, root.string(underscored(name), path));
+    std::vector<std::pair<const Option*, std::string>> values;  // read first: those errors name the path themselves
+    for (const Option& o : OPTIONS) {
+        if (!(o.traits & OF_MODEL)) continue;
+        const std::string key = underscored(o.name);
+        values.emplace_back(&o, o.integer ? std::to_string(root.integer(key, path)) : root.string(key, path));
+    }
     try {
-        for (const auto& [name, value] : values) set_option(c, option_named(name), value);
+        for (const auto& [option, value] : values) set_option(c, *option, value);
         validate_model(c, "contradiction");
     } catch (const Error& e) {
         fail("%s: %s", path.c_str(), e.what());
@@ -94,11 +94,8 @@ static void inherit_model(Config& c, std::set<std::string>& given) {
     if (!file_exists(path)) return;
     Config there = c;
     read_config_json(there, path);
-    const auto take = [&](const char* name) {
-        if (given.insert(name).second) set_option(c, option_named(name), value_text(there, option_named(name)));
-    };
-    for (const char* name : MODEL_OPTIONS) take(name);
-    for (const char* name : MODEL_WORDS) take(name);
+    for (const Option& o : OPTIONS)
+        if ((o.traits & OF_MODEL) && given.insert(o.name).second) set_option(c, o, value_text(there, o));
     c.vocab_size = there.vocab_size;
     c.vocab_digest = there.vocab_digest;
     std::string vocabulary;
@@ -175,10 +172,7 @@ bool is_automatic(const Option& o, const std::string& value) {
     return o.integer && o.low > 0 && value == "0" && !std::strcmp(o.default_text, "auto");
 }
 
-bool is_inherited(const Option& o) {
-    return (o.verbs & TRAIN) &&
-           !is_choice(o.name, "out|resume|config|allow-new-data|dump-state|profile-steps|help|version");
-}
+bool is_inherited(const Option& o) { return (o.verbs & TRAIN) && !(o.traits & PER_START); }
 
 static const char* const MEND_RUN_JSON = "mend it, or remove the file: the checkpoints hold the options too";
 
@@ -262,8 +256,8 @@ void read_options_file(Config& c, std::set<std::string>& given, bool prints) {
         std::string name = file.keys[i];
         std::replace(name.begin(), name.end(), '_', '-');
         if (of_run && (name == "program" || name == "starts" || file.items[i].kind == Json::Object)) continue;
-        if (of_run && is_of_no_layer(name, of_file)) continue;
         const Option* const o = find_option(name);
+        if (of_run && o && is_of_no_layer(*o, of_file)) continue;
         if (!o || !(o->verbs & TRAIN)) fail_unknown_option(name, TRAIN, path + ": ");
         if (of_run && !is_inherited(*o)) continue;
         if (name == "config") fail_usage("%s: --config is for the command line alone", path.c_str());

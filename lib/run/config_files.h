@@ -21,11 +21,7 @@
 // What the attention needs to know, for B sequences of T tokens.
 NsaShape shape_of(const ModelConfig& c, int64_t B, int64_t T);
 
-// The options that make the model: its config.json.
-static const char* const MODEL_OPTIONS[] = {"layers",     "dim",        "heads",     "kv-groups", "head-dim",
-                                            "cmp-block",  "cmp-stride", "slc-block", "slc-count", "window",
-                                            "phi-hidden", "mlp-hidden", "seq-len",   "rope-base"};
-
+// The options that make the model, as its config.json.
 std::string config_json(const ModelConfig& model);
 
 // Reads a config.json into c, every field checked as the same option on the command line would be.

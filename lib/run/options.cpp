@@ -47,17 +47,16 @@ std::string option_words(const std::string& name, const std::string& value) {
 }
 
 // What a shell makes of a ~ and of braces, unless they stand in quotes or behind a =, no program makes of them.
-static void refuse_unexpanded(const std::string& name, const std::string& value) {
-    const bool is_sets = is_choice(name, "data|val-data"), is_written = is_choice(name, "out|html|json|dump-state");
-    if (!is_sets && !is_written && !is_choice(name, "in|from|text|prompt-file|hellaswag|vocab-dir|init-from|config"))
-        return;
+static void refuse_unexpanded(const Option& o, const std::string& value) {
+    if (!(o.traits & (READS_PATH | WRITES_PATH | NAMES_SETS))) return;
+    const bool is_sets = o.traits & NAMES_SETS, is_written = o.traits & WRITES_PATH;
     for (size_t at = value.find('~'); at != std::string::npos; at = value.find('~', at + 1)) {
         const bool begins = at == 0 || (is_sets && (value[at - 1] == ',' || value[at - 1] == '='));
         const std::string home = value.substr(at, value.find('/', at) - at);
         if (begins && (home == "~" || home.size() < value.size() - at) && !file_exists(home))
             fail_usage(
                 "--%s '%s': in quotes, or behind a =, the shell leaves %s as it is: write $HOME, or the whole path",
-                name.c_str(), value.c_str(), home.c_str());
+                o.name, value.c_str(), home.c_str());
     }
     const size_t open = value.find('{'), close = value.find('}', std::min(open, value.size()));
     if (is_written || close == std::string::npos || file_exists(value)) return;
@@ -69,11 +68,11 @@ static void refuse_unexpanded(const std::string& name, const std::string& value)
     if (files.empty())
         fail_usage(
             "--%s '%s': braces are the shell's, and in quotes they stay: write [ab] for one of two letters, or %s",
-            name.c_str(), value.c_str(), is_sets ? "the patterns one by one, with a comma between them" : "every name");
+            o.name, value.c_str(), is_sets ? "the patterns one by one, with a comma between them" : "every name");
 }
 
 void set_option(Config& c, const Option& o, const std::string& value) {
-    if (o.text || o.list) refuse_unexpanded(o.name, value);
+    if (o.text || o.list) refuse_unexpanded(o, value);
     if (o.flag) {
         if (!is_choice(value, "on|off|1|0"))
             fail_usage("--%s is '%s'; it is a flag: give it without a value, or 0 for off", o.name, value.c_str());
@@ -319,13 +318,9 @@ void resolve_batch(TrainConfig& c, const std::set<std::string>& given, int ranks
                    counted(per_rank, "sequence").c_str(), (long long)c.batch);
 }
 
-// What only layers of NSA have, and, the window, those of a window too.
-static const char* const NSA_OPTIONS[] = {"cmp-block", "cmp-stride", "slc-block", "slc-count",
-                                          "window",    "phi-hidden", "branches"};
-
-bool is_of_no_layer(const std::string& name, const ModelConfig& c) {
-    if (has_layers(c, NSA_LAYER) || (name == "window" && has_layers(c, WINDOW_LAYER))) return false;
-    return std::find(std::begin(NSA_OPTIONS), std::end(NSA_OPTIONS), name) != std::end(NSA_OPTIONS);
+bool is_of_no_layer(const Option& o, const ModelConfig& c) {
+    if (has_layers(c, NSA_LAYER) || (o.integer == &Config::window && has_layers(c, WINDOW_LAYER))) return false;
+    return o.traits & NSA_ONLY;
 }
 
 std::pair<int64_t, int64_t> profiled_steps(const MachineConfig& c) {
@@ -361,9 +356,9 @@ void validate_given(const TrainConfig& c, const std::set<std::string>& given) {
     profiled_steps(c);
     warmup_steps(c);
     if (c.allow_new_data && !c.resume) fail_usage("--allow-new-data is for a resume: give --resume, or leave it out");
-    for (const char* name : NSA_OPTIONS)
-        if (given.count(name) && is_of_no_layer(name, c))
-            fail_usage("--%s is of --attention nsa, and this run has --attention %s: leave one of them out", name,
+    for (const Option& o : OPTIONS)
+        if (given.count(o.name) && is_of_no_layer(o, c))
+            fail_usage("--%s is of --attention nsa, and this run has --attention %s: leave one of them out", o.name,
                        c.attention.c_str());
 }
 

@@ -112,9 +112,19 @@ struct Values {
 using between = Values;
 inline const Values ANY(nullptr);
 
+// What else is true of an option.
+enum Trait : unsigned {
+    OF_MODEL = 1,      // stands in config.json
+    NSA_ONLY = 2,      // says nothing where no layer is of NSA; the window's size is for layers of windows too
+    PER_START = 4,     // of one start of the program: a resume does not inherit it
+    READS_PATH = 8,    // names files to read,
+    WRITES_PATH = 16,  // or one to write,
+    NAMES_SETS = 32    // or sets of shards
+};
+
 struct Option : Values {
     const char* name;
-    unsigned verbs;
+    unsigned verbs, traits;
     const char *default_text, *help;  // "preset" and "auto" are worked out later
     // Where its value is; one of these.
     int64_t Config::*integer = nullptr;
@@ -124,8 +134,9 @@ struct Option : Values {
     std::vector<std::string> Config::*list = nullptr;
 
     template <class Part, class T>
-    Option(const char* name, unsigned verbs, T Part::*field, const char* default_text, Values values, const char* help)
-        : Values(values), name(name), verbs(verbs), default_text(default_text), help(help) {
+    Option(const char* name, unsigned verbs, T Part::*field, const char* default_text, Values values, const char* help,
+           unsigned traits = 0)
+        : Values(values), name(name), verbs(verbs), traits(traits), default_text(default_text), help(help) {
         if constexpr (std::is_same_v<T, int64_t>) integer = field;
         else if constexpr (std::is_same_v<T, double>) real = field;
         else if constexpr (std::is_same_v<T, std::string>) text = field;
@@ -143,62 +154,75 @@ inline const Option OPTIONS[] = {
      "GPU of 8 GB, untuned; 350m: a GPU of 80 GB, untuned; check: whose memory and FLOPs, 125m without it"},
     {"attention", TRAIN, &ModelConfig::attention, "nsa", ANY,
      "of each layer: nsa, full (dense causal attention, the baseline), window (the last --window tokens alone); or a "
-     "pattern of them that repeats: window,nsa"},
+     "pattern of them that repeats: window,nsa",
+     OF_MODEL},
     {"branches", TRAIN | EVAL, &ModelConfig::branches, "all", "all|cmp,slc|cmp,win|slc,win|cmp|slc|win",
-     "leaves the other branches' gates at 0, for comparisons; eval: all means those of the training"},
-    {"layers", TRAIN, &ModelConfig::layers, "preset", between(1, THOUSAND), "transformer layers"},
-    {"dim", TRAIN, &ModelConfig::dim, "preset", between(1, 64 * THOUSAND), "width of the residual stream, C"},
-    {"heads", TRAIN, &ModelConfig::heads, "preset", between(1, THOUSAND), "query heads, H"},
+     "leaves the other branches' gates at 0, for comparisons; eval: all means those of the training",
+     OF_MODEL | NSA_ONLY},
+    {"layers", TRAIN, &ModelConfig::layers, "preset", between(1, THOUSAND), "transformer layers", OF_MODEL},
+    {"dim", TRAIN, &ModelConfig::dim, "preset", between(1, 64 * THOUSAND), "width of the residual stream, C", OF_MODEL},
+    {"heads", TRAIN, &ModelConfig::heads, "preset", between(1, THOUSAND), "query heads, H", OF_MODEL},
     {"kv-groups", TRAIN, &ModelConfig::kv_groups, "preset", between(1, THOUSAND),
-     "groups of heads that share keys and values, G; divides --heads"},
-    {"head-dim", TRAIN, &ModelConfig::head_dim, "preset", between(2, 512), "dimension of a head, D; even"},
-    {"cmp-block", TRAIN, &ModelConfig::cmp_block, "preset", between(1, 4096), "tokens of a compressed block, l"},
+     "groups of heads that share keys and values, G; divides --heads", OF_MODEL},
+    {"head-dim", TRAIN, &ModelConfig::head_dim, "preset", between(2, 512), "dimension of a head, D; even", OF_MODEL},
+    {"cmp-block", TRAIN, &ModelConfig::cmp_block, "preset", between(1, 4096), "tokens of a compressed block, l",
+     OF_MODEL | NSA_ONLY},
     {"cmp-stride", TRAIN, &ModelConfig::cmp_stride, "preset", between(1, 4096),
-     "tokens between compressed blocks, d; divides --cmp-block and --slc-block"},
-    {"slc-block", TRAIN, &ModelConfig::slc_block, "preset", between(1, 4096), "tokens of a selection block, l'"},
+     "tokens between compressed blocks, d; divides --cmp-block and --slc-block", OF_MODEL | NSA_ONLY},
+    {"slc-block", TRAIN, &ModelConfig::slc_block, "preset", between(1, 4096), "tokens of a selection block, l'",
+     OF_MODEL | NSA_ONLY},
     {"slc-count", TRAIN, &ModelConfig::slc_count, "preset", between(3, 4096),
-     "selected blocks per query and group, n; the first, the last two are always among them"},
+     "selected blocks per query and group, n; the first, the last two are always among them", OF_MODEL | NSA_ONLY},
     {"window", TRAIN, &ModelConfig::window, "preset", between(1, MILLION),
-     "keys of the sliding window, w; the query's own included"},
+     "keys of the sliding window, w; the query's own included", OF_MODEL | NSA_ONLY},
     {"phi-hidden", TRAIN, &ModelConfig::phi_hidden, "preset", between(1, 64 * THOUSAND),
-     "hidden width of the block compressor, F"},
-    {"mlp-hidden", TRAIN, &ModelConfig::mlp_hidden, "preset", between(1, 256 * THOUSAND), "hidden width of the MLP"},
+     "hidden width of the block compressor, F", OF_MODEL | NSA_ONLY},
+    {"mlp-hidden", TRAIN, &ModelConfig::mlp_hidden, "preset", between(1, 256 * THOUSAND), "hidden width of the MLP",
+     OF_MODEL},
     {"qk-norm", TRAIN, &ModelConfig::qk_norm, "off", ANY,
-     "RMSNorm, with learnt gains, of every head of the queries and keys, before RoPE"},
+     "RMSNorm, with learnt gains, of every head of the queries and keys, before RoPE", OF_MODEL},
     {"rope-base", TRAIN, &ModelConfig::rope_base, "10000", between(1, 1e9),
      "base of RoPE's angles; with --init-from and a longer --seq-len a larger one, such as 500000, lengthens a trained "
-     "model's context"},
+     "model's context",
+     OF_MODEL},
     {"smear", TRAIN, &ModelConfig::smear, "off", ANY,
-     "each position's input gets a learnt, gated part of the token before it"},
+     "each position's input gets a learnt, gated part of the token before it", OF_MODEL},
     {"head", TRAIN, &ModelConfig::head, "tied", "tied|untied",
      "untied: a matrix of its own in place of the embedding; it starts at zero, and so do the layers' output "
-     "projections, but under --init random"},
+     "projections, but under --init random",
+     OF_MODEL},
     {"init-from", TRAIN, &TrainConfig::init_from, "", ANY,
      "folder of a run or of one checkpoint whose weights this run begins with, at step 0; the model's options are "
-     "taken from there"},
+     "taken from there",
+     READS_PATH},
     {"init", TRAIN, &ModelConfig::init, "preset", "standard|narrow|random",
      "standard: GPT-2's deviation of 0.02; narrow: 1/sqrt(inputs) for it; random: the same, and every tensor drawn; "
      "with --head untied, narrow takes the place of a preset's random"},
     // data
     {"data", TRAIN, &TrainConfig::data, "synthetic", ANY,
      "training shards, a glob in quotes, or several with weights, 'a_*.bin:3,b_*.bin:1', which are mixed exactly; or "
-     "synthetic: the built-in corpus"},
+     "synthetic: the built-in corpus",
+     NAMES_SETS},
     {"val-data", TRAIN | EVAL, &TrainConfig::val_data, "", ANY,
      "validation shards, a glob in quotes, or several by name, 'web=a_*.bin,code=b_*.bin', of which the first decides; "
-     "or synthetic: of the built-in corpus"},
+     "or synthetic: of the built-in corpus",
+     NAMES_SETS},
     {"hellaswag", TRAIN | EVAL, &TrainConfig::hellaswag, "", ANY,
      "multiple choice: HellaSwag's .jsonl, llm.c's .bin of it, or any file of these forms; in training with every "
-     "validation"},
+     "validation",
+     READS_PATH},
     {"tokenizer", TRAIN | TOKENIZE, &ModelConfig::tokenizer, "preset", "bytes|gpt2",
      "vocabulary: 256 bytes, or a BPE of GPT-2's kind, GPT-2's 50257 tokens or those of --vocab-dir; tokenize "
-     "without it: gpt2"},
+     "without it: gpt2",
+     OF_MODEL},
     {"vocab-dir", EVERY_VERB & ~(IMPORT | VOCABULARY), &TrainConfig::vocab_dir, "", ANY,
-     "folder with vocab.bpe + encoder.json or tokenizer.json of any size, a .tiktoken file or gpt2_tokenizer.bin"},
+     "folder with vocab.bpe + encoder.json or tokenizer.json of any size, a .tiktoken file or gpt2_tokenizer.bin",
+     READS_PATH},
     // the optimiser
     {"batch", TRAIN | EVAL, &ModelConfig::batch, "auto", between(1, 64 * THOUSAND),
      "sequences per rank and micro-step"},
     {"seq-len", TRAIN | EVAL, &ModelConfig::seq_len, "preset", between(1, MILLION),
-     "tokens per sequence, T; in eval without it the trained length"},
+     "tokens per sequence, T; in eval without it the trained length", OF_MODEL},
     {"total-batch", TRAIN, &ModelConfig::total_batch, "preset", between(1, 1e10),
      "tokens per optimiser step, over all ranks and micro-steps; without it near the preset's, in whole micro-batches; "
      "50m and larger on a CPU: one sequence per rank"},
@@ -250,14 +274,17 @@ inline const Option OPTIONS[] = {
      "0: wait for ever"},
     {"out", TRAIN | TOKENIZE | EXPORT | IMPORT | VOCABULARY, &TrainConfig::out, "auto", ANY,
      "folder of the run; of tokenize: prefix of the shards; of export, import and vocabulary: a new or an empty "
-     "folder"},
+     "folder",
+     PER_START | WRITES_PATH},
     {"resume", TRAIN, &TrainConfig::resume, "off", ANY,
-     "continue from the newest checkpoint under --out; --resume RUN is --resume --out RUN"},
+     "continue from the newest checkpoint under --out; --resume RUN is --resume --out RUN", PER_START},
     {"allow-new-data", TRAIN, &TrainConfig::allow_new_data, "off", ANY,
-     "a resume may go on with other shards than the checkpoint's, in a new order, and says what has changed"},
+     "a resume may go on with other shards than the checkpoint's, in a new order, and says what has changed",
+     PER_START},
     {"config", TRAIN, &TrainConfig::config, "", ANY,
      "JSON file of options: the run.json of a run, of which all but --out count, or one by hand, {\"lr\": 1e-3, ...}; "
-     "the command line goes before it"},
+     "the command line goes before it",
+     PER_START | READS_PATH},
     {"tensorboard", TRAIN, &TrainConfig::tensorboard, "off", ANY,
      "the numbers of log.jsonl go into TensorBoard's event files too, beside it"},
     {"device", TRAIN | SAMPLE | EVAL | CHECK_VERB | INSPECT, &MachineConfig::device, "auto", DEVICE_CHOICES,
@@ -270,25 +297,28 @@ inline const Option OPTIONS[] = {
     {"threads", EVERY_VERB & ~(EXPORT | IMPORT), &MachineConfig::threads, "auto", between(1, 1024),
      "CPU threads of this rank; auto: OMP_NUM_THREADS where it is set, else its share of the machine's cores"},
     {"dump-state", TRAIN, &TrainConfig::dump_state, "", ANY,
-     "write parameters, gradients, logits, loss and selection of the first batch to this safetensors file, and end"},
+     "write parameters, gradients, logits, loss and selection of the first batch to this safetensors file, and end",
+     PER_START | WRITES_PATH},
     {"profile-steps", TRAIN, &MachineConfig::profile_steps, "", ANY,
-     "steps of a GPU to look at, such as 20-29: they stand between cudaProfilerStart and cudaProfilerStop"},
+     "steps of a GPU to look at, such as 20-29: they stand between cudaProfilerStart and cudaProfilerStop", PER_START},
     // the other verbs
     {"from", SAMPLE | EVAL | EXPORT | IMPORT | REPORT | INSPECT, &CheckpointConfig::from, "", ANY,
      "folder of a run or of one checkpoint; of import: a folder that export wrote; of report: a run, or several laid "
-     "over each other"},
+     "over each other",
+     READS_PATH},
     {"step", SAMPLE | EVAL | EXPORT | INSPECT, &CheckpointConfig::at_step, "last", ANY,
      "which of the run's checkpoints: that of this step; best: with the lowest validation loss; last: the newest that "
      "is whole"},
     {"html", REPORT | INSPECT, &CheckpointConfig::html, "", ANY,
-     "page to write; without it the report is text on the terminal"},
+     "page to write; without it the report is text on the terminal", WRITES_PATH},
     {"json", EVAL | INSPECT, &CheckpointConfig::json, "", ANY,
      "file to write: what the page of inspect shows; of eval a line for each set or text, with its loss, and for each "
-     "item of --hellaswag, with what was chosen and the loss of every ending"},
+     "item of --hellaswag, with what was chosen and the loss of every ending",
+     WRITES_PATH},
     {"text", EVAL | INSPECT, &CheckpointConfig::text, "", ANY,
-     "files of text as it is, or .jsonl; - for stdin; inspect shows one, eval measures each"},
+     "files of text as it is, or .jsonl; - for stdin; inspect shows one, eval measures each", READS_PATH},
     {"prompt-file", SAMPLE, &SampleConfig::prompt_file, "", ANY,
-     "files with a prompt each, or of .jsonl one in each line's \"text\"; - for stdin"},
+     "files with a prompt each, or of .jsonl one in each line's \"text\"; - for stdin", READS_PATH},
     {"interactive", SAMPLE, &SampleConfig::interactive, "off", ANY,
      "continue each line of stdin in turn; what was said before stays the beginning, up to the model's --seq-len"},
     {"tokens", SAMPLE, &SampleConfig::tokens, "256", between(0, MILLION), "tokens to write at most"},
@@ -301,7 +331,8 @@ inline const Option OPTIONS[] = {
      "choose among the likeliest tokens of this total probability"},
     {"in", TOKENIZE | VOCABULARY, &TokenizeConfig::in, "", ANY,
      "text: files .txt (one document each) or .jsonl (an object a line); folders, with all such files under them; "
-     "patterns; - for stdin"},
+     "patterns; - for stdin",
+     READS_PATH},
     {"text-key", TOKENIZE | VOCABULARY, &TokenizeConfig::text_key, "text", ANY, "key of the text in a line of .jsonl"},
     {"val-fraction", TOKENIZE, &TokenizeConfig::val_fraction, "0.01", between(0, 1),
      "share of the tokens that goes to the validation shards"},
@@ -314,8 +345,9 @@ inline const Option OPTIONS[] = {
      "pass over what cannot be read, files and lines of .jsonl, and say how many"},
     {"size", VOCABULARY, &TokenizeConfig::size, "8192", between(257, 65536),
      "tokens of the new vocabulary, with the 256 bytes and end-of-text"},
-    {"help", EVERY_VERB, &Config::help, "off", ANY, "this text"},
-    {"version", EVERY_VERB, &Config::version, "off", ANY, "what was built: version, compiler, engines; and end"},
+    {"help", EVERY_VERB, &Config::help, "off", ANY, "this text", PER_START},
+    {"version", EVERY_VERB, &Config::version, "off", ANY, "what was built: version, compiler, engines; and end",
+     PER_START},
 };
 
 // What --model stands for: the options whose default is 'preset', and --batch. A column a preset:
@@ -467,7 +499,7 @@ inline bool is_too_large_for_cpu(const TrainConfig& c) { return preset_of(c).tot
 void resolve_batch(TrainConfig& c, const std::set<std::string>& given, int ranks, bool gpu);
 
 // Does no layer of this model have what the option is of?
-bool is_of_no_layer(const std::string& name, const ModelConfig& c);
+bool is_of_no_layer(const Option& o, const ModelConfig& c);
 
 // The first and the last step of --profile-steps; 0 and -1 where there are none.
 std::pair<int64_t, int64_t> profiled_steps(const MachineConfig& c);
