@@ -194,7 +194,7 @@ class HostReducer : public Reducer<Dev> {
     }
 
     // Hands over what has come to the host, and takes what has been summed. Returns whether anything is under way.
-    bool progress() {
+    bool advance() {
         while (sent > fetched && copies.has(sent - 1)) send(--sent);
         for (;;) {
             int done = 0, which = MPI_UNDEFINED;
@@ -256,12 +256,12 @@ class HostReducer : public Reducer<Dev> {
             const size_t b = fetched - 1;
             copies.fetch(host + partition.begin(b), grads + partition.begin(b), partition.size(b), b);
         }
-        progress();
+        advance();
     }
     void finish() override {
         const ProfileRange range("reduction");
         ready(0);
-        while (progress()) std::this_thread::yield();
+        while (advance()) std::this_thread::yield();
         fetched = sent = partition.buckets();
         this->times.add(last_end - first_sent, last_end - all_here);
         this->times.steps++;
@@ -409,7 +409,7 @@ class NcclReducer : public Reducer<Cuda> {
         side.lead();
     }
     void await_results(int64_t at_step) override {
-        world.watchdog.progress(at_step, "waiting for the other ranks' GPUs");
+        world.watchdog.note_phase(at_step, "waiting for the other ranks' GPUs");
         await(communicator, format_text("step %lld: gradients could not be summed over the ranks", (long long)at_step),
               [this] { return dev.has_results(); });
     }

@@ -237,11 +237,11 @@ struct Model {
     typename Dev::Master* master_at(const Piece& p, size_t i) const {
         return Dev::has_master ? master + p.local + (i - p.begin) : master + i;
     }
-    void progress(const char* phase) const {
-        if (watchdog) watchdog->progress(step, phase);
+    void note_phase(const char* phase) const {
+        if (watchdog) watchdog->note_phase(step, phase);
     }
     ProfileRange enter(const char* phase, int64_t i = -1) const {
-        progress(phase);
+        note_phase(phase);
         return ProfileRange(phase, i);
     }
 
@@ -755,7 +755,7 @@ std::vector<EvalSums> evaluate(
         }
         if (asked_to_stop()) return {};
     }
-    model.progress("waiting for the other ranks");
+    model.note_phase("waiting for the other ranks");
     std::vector<double> numbers;
     for (EvalSums& sums : of_sample) sums.visit([&](double number) { numbers.push_back(number); });
     world.sum(numbers.data(), numbers.size());
@@ -899,7 +899,7 @@ void accumulate_gradients(Model<Dev>& model, Activations<Dev>& a, DataLoader& lo
     const int64_t micro_steps = c.total_batch / (c.seq_len * B * world.size);
     const size_t micro_tokens = size_t(B) * a.shape.T;
     std::vector<int32_t> inputs(size_t(micro_steps) * micro_tokens), targets(inputs.size());
-    model.progress("data");
+    model.note_phase("data");
     read_samples(loader, world, inputs, targets, int(micro_steps) * B);
     Progress progress(format_text("step %lld", (long long)model.step), double(micro_steps), world.rank == 0);
     model.dev.zero(model.results, model.RESULTS);
@@ -915,9 +915,9 @@ void accumulate_gradients(Model<Dev>& model, Activations<Dev>& a, DataLoader& lo
     a.collect_statistics = false;
     if (tokens) *tokens = std::move(inputs);
     if (!reducer) return;
-    model.progress("waiting for the other ranks");
+    model.note_phase("waiting for the other ranks");
     reducer->finish();
-    model.progress("update");
+    model.note_phase("update");
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -951,7 +951,7 @@ struct Run {
           data(open_training_data(c, w, tokenizer.get())),
           model(dev, c, true, w.rank, w.size),
           report(c.steps, c.total_batch, c.log_every, data.train->samples_per_epoch()),
-          saver(w, {c.out, c.keep, c.keep_every, [this](const char* phase) { model.progress(phase); },
+          saver(w, {c.out, c.keep, c.keep_every, [this](const char* phase) { model.note_phase(phase); },
                     [this] { report.log->sync(); },
                     [this, manifest] { return state_json(state, manifest, world.size, data.train->files()); },
                     [this] { return take_snapshot(model, world); }}) {}
@@ -1044,7 +1044,7 @@ struct Run {
     // Waits for a step's results and sums them over the ranks, and with them the ranks' wishes to stop.
     void exchange(StepResult& s) {
         enum { LOSS, TERMINATE, INTERRUPT, HALT, COUNT };
-        model.progress(Dev::on_host ? "update" : "waiting for the GPU");
+        model.note_phase(Dev::on_host ? "update" : "waiting for the GPU");
         if (reducer) reducer->await_results(model.step);
         const std::vector<double> results = dev.receive();
         s.own_loss = results[0];
@@ -1053,9 +1053,9 @@ struct Run {
         sums[TERMINATE] = asked_to_terminate();
         sums[INTERRUPT] = asked_to_interrupt();
         sums[HALT] = is_first() && file_exists(config.out + "/halt");
-        model.progress("waiting for the other ranks");
+        model.note_phase("waiting for the other ranks");
         world.sum(sums, COUNT);
-        model.progress("report");
+        model.note_phase("report");
         s.loss = sums[LOSS] / double(config.total_batch);
         s.norm = std::sqrt(results[1]);
         if (!s.is_bad()) {
@@ -1136,7 +1136,7 @@ void begin_run(Run<Dev>& run, const Config& c, const Device& device, const Gradi
     const Versions libraries = library_versions(versions_of_engine<DeviceEngine>());
     const RunStart start = open_run(c, given, world, device, path, model.table, model.partition, run.data, libraries);
     model.watchdog = &world.watchdog;
-    model.progress("start");
+    model.note_phase("start");
     run.reducer = make_reducer(run.dev, world, model.partition, model.grads,
                                {model.has_partial_sums(), c.grad_reduce == "bf16"}, path.by_nccl);
     run.activations = std::make_unique<Activations<Dev>>(run.dev, c, c.batch, c.seq_len, TRAINING);
@@ -1188,7 +1188,7 @@ int train_run(Run<Dev>& run, const Config& c, const Device& device, const Gradie
     const bool trained = run.state.step > first_step;
     if (trained) run.save_last();
     if (trained && run.stop == GO_ON) run.sample();
-    run.model.progress("end");
+    run.model.note_phase("end");
     if (run.is_first()) print_end(run);
     return exit_status_of(run.stop);
 }

@@ -671,14 +671,14 @@ class TiledAttention {
               room((row_count + 1) * std::max(D, padded)),
               second_room(room.size()) {}
     };
-    // How far each tile of one (sequence, group) is: it has added to the sums of the queries below progress[tile].
+    // How far each tile of one (sequence, group) is: it has added to the sums of the queries below tokens_done[tile].
     struct Turns {
-        std::atomic<int>* progress;
+        std::atomic<int>* tokens_done;
         int tile;
         void wait_until_past(int t) const {
-            while (tile > 0 && progress[tile - 1].load(std::memory_order_acquire) <= t) std::this_thread::yield();
+            while (tile > 0 && tokens_done[tile - 1].load(std::memory_order_acquire) <= t) std::this_thread::yield();
         }
-        void done_before(int t) const { progress[tile].store(t, std::memory_order_release); }
+        void done_before(int t) const { tokens_done[tile].store(t, std::memory_order_release); }
     };
     template <class Element>
     void backward_pass(const Gradients& d, const Branches& in) {
@@ -693,7 +693,7 @@ class TiledAttention {
                                           reinterpret_cast<Element*>(scratch[4].get(s.query_rows() * D)),
                                           scratch[5].get(s.query_rows() * D)};
         const int count = x.k.count;
-        std::vector<std::atomic<int>> progress(size_t(s.B) * s.G * count);
+        std::vector<std::atomic<int>> tokens_done(size_t(s.B) * s.G * count);
         const std::vector<std::vector<int>> lists =
             in.branch == SLC ? query_lists(in, count) : std::vector<std::vector<int>>();
 #pragma omp parallel
@@ -713,7 +713,7 @@ class TiledAttention {
                 for (int bg = 0; bg < s.B * s.G; bg++)
                     backward_tile(bg, tile,
                                   in.branch == SLC ? lists[size_t(bg) * count + tile] : query_list(in.branch, tile, s),
-                                  {progress.data() + size_t(bg) * count, tile}, room, x, d, in);
+                                  {tokens_done.data() + size_t(bg) * count, tile}, room, x, d, in);
 #pragma omp for collapse(2) schedule(static)
             for (int bg = 0; bg < s.B * s.G; bg++)
                 for (int t = 0; t < s.T; t++)

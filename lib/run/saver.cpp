@@ -44,7 +44,7 @@ std::string CheckpointSaver::describe_last() const {
 
 std::string CheckpointSaver::write(int64_t step, const Complain& abandoned) {
     const Progress progress("saving a checkpoint", 0, world.rank == 0);
-    options.progress("checkpoint");
+    options.note_phase("checkpoint");
     std::string failure;
     try {
         fail_together(world, world.rank == 0 ? error_of([&] { begin(step); }) : "");
@@ -60,7 +60,7 @@ std::string CheckpointSaver::write(int64_t step, const Complain& abandoned) {
         failure = e.what();
     }
     world.barrier();  // the others wait for rank 0's disk here, where the watchdog knows why
-    options.progress("report");
+    options.note_phase("report");
     return failure;
 }
 

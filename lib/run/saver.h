@@ -26,12 +26,12 @@ std::vector<FileRecord> write_snapshot(const Snapshot& s, const std::string& fol
 class CheckpointSaver {
   public:
     struct Options {
-        std::string run;                            // the run's folder
-        int64_t keep, keep_every;                   // see remove_old_checkpoints
-        std::function<void(const char*)> progress;  // takes a phase's name, for the watchdog
-        std::function<void()> before_commit;        // on rank 0: what must be on the disk before the checkpoint is
-        std::function<std::string()> state;         // the manifest's JSON
-        std::function<Snapshot()> take;             // this rank's files
+        std::string run;                              // the run's folder
+        int64_t keep, keep_every;                     // see remove_old_checkpoints
+        std::function<void(const char*)> note_phase;  // takes a phase's name, for the watchdog
+        std::function<void()> before_commit;          // on rank 0: what must be on the disk before the checkpoint is
+        std::function<std::string()> state;           // the manifest's JSON
+        std::function<Snapshot()> take;               // this rank's files
     };
     bool remove_old = true;  // what --keep does not ask for
     std::string last_saved;  // folder of the last good checkpoint; rank 0

@@ -87,7 +87,7 @@ void Watchdog::write_heartbeats(const std::string& file, int rank) {
     heartbeat = std::make_unique<Heartbeat>(file, rank);
 }
 
-void Watchdog::progress(int64_t at_step, const char* at_phase) {
+void Watchdog::note_phase(int64_t at_step, const char* at_phase) {
     step = at_step;
     phase = at_phase;
     tick();

@@ -66,7 +66,7 @@ class Watchdog {
 
     // The main thread has got this far; costs a few nanoseconds. at_phase: a string that lives as long as the program;
     // "waiting for the other ..." says that this rank waits for others.
-    void progress(int64_t at_step, const char* at_phase);
+    void note_phase(int64_t at_step, const char* at_phase);
     void tick() { ticks++; }
     void step_done(int64_t at_step, double seconds, double loss);
     // Around a blocking collective of the main thread: whatever the phase is called, this rank waits for others.

@@ -465,9 +465,9 @@ TEST(ddp_a_stalled_rank_speaks_first) {
     for (const int rank : {0, 1, 2})
         processes.start({}, [=] {
             ranks::Watched w(rank, 3, 2, heartbeat(rank));
-            w.watchdog.progress(4, "forward");
+            w.watchdog.note_phase(4, "forward");
             w.watchdog.step_done(4, 0.1, 5);
-            w.watchdog.progress(5, rank == 1 ? "backward" : "waiting for the other ranks");
+            w.watchdog.note_phase(5, rank == 1 ? "backward" : "waiting for the other ranks");
             stand_still(20);
             return 0;
         });
@@ -492,7 +492,7 @@ TEST(ddp_ranks_that_wait_for_each_other) {
     for (const bool begun : {true, false})
         processes.start({}, [=] {
             ranks::Watched w(0, 2, 1);
-            if (begun) w.watchdog.progress(9, "evaluation");
+            if (begun) w.watchdog.note_phase(9, "evaluation");
             const Watchdog::Waiting waiting(w.watchdog);
             sleep(20);
             return 0;
@@ -508,12 +508,12 @@ TEST(ddp_slow_is_no_alarm) {
     ranks::Processes processes;
     processes.start({}, [] {
         ranks::Watched w(0, 2, 1);
-        w.watchdog.progress(3, "waiting for the other ranks");
+        w.watchdog.note_phase(3, "waiting for the other ranks");
         for (int i = 0; i < 14; i++) {
             const Watchdog::Waiting waiting(w.watchdog);
             usleep(300000);
         }
-        w.watchdog.progress(4, "waiting for the other ranks");
+        w.watchdog.note_phase(4, "waiting for the other ranks");
         usleep(2000000);  // longer than the limit, shorter than with the patience
         return 0;
     });
@@ -521,7 +521,7 @@ TEST(ddp_slow_is_no_alarm) {
         ranks::Watched w(0, 1, 1);
         usleep(1500000);  // not judged before the first progress
         for (int layer = 0; layer < 12; layer++) {
-            w.watchdog.progress(1, "forward");
+            w.watchdog.note_phase(1, "forward");
             usleep(300000);
         }
         return 0;
@@ -529,7 +529,7 @@ TEST(ddp_slow_is_no_alarm) {
     for (const bool waits : {true, false})
         processes.start({}, [=] {
             ranks::Watched w(0, 2, 1);
-            w.watchdog.progress(5, "checkpoint");
+            w.watchdog.note_phase(5, "checkpoint");
             std::unique_ptr<Watchdog::Waiting> waiting;
             if (waits) waiting = std::make_unique<Watchdog::Waiting>(w.watchdog);
             usleep(4500000);
@@ -546,7 +546,7 @@ TEST(ddp_a_pause_is_no_alarm) {
         ranks::Watched w(0, 1, 2);
         std::fprintf(stderr, "started\n");
         for (int step = 1; step <= 20; step++) {
-            w.watchdog.progress(step, "forward");
+            w.watchdog.note_phase(step, "forward");
             usleep(100000);
         }
         return 0;
@@ -564,13 +564,13 @@ TEST(ddp_one_process_has_a_watchdog) {
     ranks::Processes processes;
     processes.start({}, [] {
         ranks::Watched w(0, 1, 1);
-        w.watchdog.progress(1, "waiting for the other ranks");  // there are none
+        w.watchdog.note_phase(1, "waiting for the other ranks");  // there are none
         stand_still(20);
         return 0;
     });
     processes.start({}, [] {  // and none that is not asked for
         ranks::Watched w(0, 1, 0);
-        w.watchdog.progress(1, "forward");
+        w.watchdog.note_phase(1, "forward");
         usleep(1500000);
         return 0;
     });
@@ -587,9 +587,9 @@ TEST(ddp_heartbeat_file) {
     for (const std::string& file : {path, std::string("/dev/full"), folder.file("no/such/folder.jsonl")})
         processes.start({}, [=] {
             ranks::Watched w(0, 1, 5, file);
-            w.watchdog.progress(1, "forward");
+            w.watchdog.note_phase(1, "forward");
             w.watchdog.step_done(1, 0.25, 5.5);
-            w.watchdog.progress(2, "update");
+            w.watchdog.note_phase(2, "update");
             w.watchdog.step_done(2, 1.5, std::nan(""));
             return 0;
         });
