@@ -1950,11 +1950,11 @@ inline void launch_attention_backward(const LayerGradients<bf16, float>& d, cons
 template <int D>
 inline size_t select_shared_bytes(const AttentionShape& a) {
     const size_t bytes = ScoreBuffers<D>::bytes(a);
-    if (bytes > most_shared_of_device())
+    if (bytes > max_shared_of_device())
         fail_usage(
             "%d tokens in selection blocks of %d: choosing takes %zu bytes of shared memory, this GPU has %zu; choose "
             "larger blocks or fewer tokens",
-            a.first + a.queries, a.slc_block, bytes, most_shared_of_device());
+            a.first + a.queries, a.slc_block, bytes, max_shared_of_device());
     return bytes;
 }
 // Refuses shapes that the kernels do not have, before anything is allocated for them.
@@ -2137,9 +2137,9 @@ struct Cuda : CudaOptimiser {
         const int warps = std::max(1, std::min(kernels::NORM_ROWS, 12 * 1024 / C));
         const int rows = std::max(warps, (N + 511) / 512), blocks = (N + rows - 1) / rows;
         const size_t bytes = shared_bytes({size_t(warps) * C * sizeof(float)});
-        if (bytes > most_shared_of_device())
+        if (bytes > max_shared_of_device())
             fail_usage("--dim %d: RMSNorm's gradient takes %zu bytes of shared memory, this GPU has %zu; choose less",
-                       C, bytes, most_shared_of_device());
+                       C, bytes, max_shared_of_device());
         float* partial = scratch<float>(SCRATCH_SLOTS - 1, size_t(blocks) * C);
         with_width(is_wide(C, dx, dout, x, weight), [&](auto W) {
             launch<kernels::rmsnorm_backward_kernel<W()>>(unsigned(blocks), unsigned(warps * 32), bytes, stream, dx,
@@ -2184,7 +2184,7 @@ struct Cuda : CudaOptimiser {
     void classifier(Stat* losses, real* logits, const int32_t* targets, double dloss, bool want_gradient, int N, int V,
                     int Vp) {
         // A multiprocessor has 1 KiB more than a block can have, and takes 1 KiB for each block.
-        const size_t bytes = shared_bytes({size_t(Vp) * sizeof(real)}), room = most_shared_of_device() + 1024;
+        const size_t bytes = shared_bytes({size_t(Vp) * sizeof(real)}), room = max_shared_of_device() + 1024;
         const bool keeps_row = want_gradient && 2 * (bytes + 1024 + sizeof(kernels::Softmax) * 32) <= room;
         with_width(is_wide(Vp, logits), [&](auto W) {
             if (keeps_row)

@@ -364,10 +364,10 @@ struct Encoder {
     void append(const std::string& text, std::vector<uint16_t>& ids) { append(text.data(), text.size(), ids); }
 
   private:
-    static constexpr size_t slots = 1 << 16, longest_word = 15, most_ids = 7;
+    static constexpr size_t slots = 1 << 16, longest_word = 15, max_ids = 7;
     struct Word {
         uint64_t key[2] = {0, 0};  // up to 15 bytes, then their number; 0 is a free slot
-        uint16_t ids[most_ids], count;
+        uint16_t ids[max_ids], count;
     };
     std::vector<Word> words;
     MergeScratch scratch;
@@ -380,7 +380,7 @@ struct Encoder {
         if (word.key[0] != key[0] || word.key[1] != key[1]) {
             const size_t begin = ids.size();
             tokenizer.merge_piece(piece, n, scratch, ids);
-            if (ids.size() - begin > most_ids) return;
+            if (ids.size() - begin > max_ids) return;
             word.key[0] = key[0];
             word.key[1] = key[1];
             word.count = uint16_t(ids.size() - begin);

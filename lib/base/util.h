@@ -305,10 +305,10 @@ struct ResourceLimits {
 inline ResourceLimits cgroup_limits(const std::string& root = "/sys/fs/cgroup",
                                     const std::string& own_group = "/proc/self/cgroup") {
     ResourceLimits limits;
-    const auto limit_memory = [&](const std::string& most_file, const std::string& current_file,
+    const auto limit_memory = [&](const std::string& max_file, const std::string& current_file,
                                   const std::string& statistics_file, const std::string& prefix) {
         double most, current;
-        if (!(std::ifstream(most_file) >> most && std::ifstream(current_file) >> current)) return;
+        if (!(std::ifstream(max_file) >> most && std::ifstream(current_file) >> current)) return;
         std::ifstream statistics(statistics_file);
         std::string key;
         for (double value; statistics >> key >> value;)

@@ -391,8 +391,8 @@ class Gemm {
             return few_rows<Element, Size>(a, b, K, accumulate, C, ldc, threads);
         const Parts across{panels, (panels + Size::PANELS - 1) / Size::PANELS};
         // What is packed of B at a time, as deep as its memory allows: each time all threads wait for one another.
-        const int most_steps = 4 * Size::PANELS / across.most();
-        const Parts slabs{steps, (steps + most_steps - 1) / most_steps};
+        const int max_steps = 4 * Size::PANELS / across.most();
+        const Parts slabs{steps, (steps + max_steps - 1) / max_steps};
         Element* const b_packed =
             reinterpret_cast<Element*>(b_memory.get(size_t(slabs.most()) * across.most() * KC * PANEL));
         Element* const a_packed =

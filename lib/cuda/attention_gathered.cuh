@@ -415,17 +415,17 @@ struct GatherPlan {
     uint32_t* choosers;  // [B*G, units, token_words]: which tokens chose the unit
     int* counts;         // [B*G, units]: how many did
     int* extra;          // [B*G, tiles + 1]: the chunks beyond the first of all tiles of keys before this one
-    float* partial;      // [B*G, 2 * most_extra, 2, KEY_TILE, D]: sums of the chunks of lists that are split
+    float* partial;      // [B*G, 2 * max_extra, 2, KEY_TILE, D]: sums of the chunks of lists that are split
     int tiles, units, token_words;
-    int most_extra;  // extra chunks of one (sequence, group) at most
+    int max_extra;  // extra chunks of one (sequence, group) at most
     // Where the sums of a tile's chunk are stored. A tile with e > 0 extra chunks stores e + 1 sums; 2 e slots are
     // reserved for it.
     __device__ size_t slot(int bg, int tile, int chunk) const {
-        return size_t(bg) * 2 * most_extra + 2 * extra[size_t(bg) * (tiles + 1) + tile] + chunk;
+        return size_t(bg) * 2 * max_extra + 2 * extra[size_t(bg) * (tiles + 1) + tile] + chunk;
     }
     // Which chunk of its tile a thread block has; its number is `item` among those of the (sequence, group).
     __device__ int chunk_of_item(int bg, int tile, int item) const {
-        return item < most_extra ? item - extra[size_t(bg) * (tiles + 1) + tile] + 1 : 0;
+        return item < max_extra ? item - extra[size_t(bg) * (tiles + 1) + tile] + 1 : 0;
     }
     __device__ int chunks(int bg, int tile) const {
         const int* e = extra + size_t(bg) * (tiles + 1) + tile;
@@ -470,7 +470,7 @@ __global__ void __launch_bounds__(32) plan_chunks_kernel(GatherPlan plan, Attent
         if (tile < plan.tiles) extra[tile] = before + sum - own;
         before += __shfl_sync(~0u, sum, 31);
     }
-    assert(before <= plan.most_extra);  // else some query has chosen more blocks than slc_count allows
+    assert(before <= plan.max_extra);  // else some query has chosen more blocks than slc_count allows
     if (lane == 0) extra[plan.tiles] = before;
 }
 
@@ -506,10 +506,10 @@ __device__ inline int list_tokens(int* list, int* counts, const uint32_t* row, i
     __syncthreads();
     return found;
 }
-// The tile of keys of the item-th thread block of a (sequence, group): the first most_extra take the extra chunks, the
+// The tile of keys of the item-th thread block of a (sequence, group): the first max_extra take the extra chunks, the
 // others the first chunk of each tile. -1: there is no such extra chunk.
 __device__ inline int tile_of_item(const GatherPlan& plan, const int* extra, int item) {
-    if (item >= plan.most_extra) return item - plan.most_extra;
+    if (item >= plan.max_extra) return item - plan.max_extra;
     if (item >= extra[plan.tiles]) return -1;
     int low = 0, high = plan.tiles;  // the last tile with extra[tile] <= item
     while (high - low > 1) {
@@ -522,7 +522,7 @@ __device__ inline int tile_of_item(const GatherPlan& plan, const int* extra, int
 
 // As attention_dkdv_kernel<SLC>, but the tiles of 64 tokens are gathered: they hold only tokens that chose a block of
 // the tile of keys. A list of more than GATHER_CHUNK tokens (block 0 is chosen by all) is split into chunks, whose sums
-// go to plan.partial. The first most_extra * B*G thread blocks take the chunks beyond the first.
+// go to plan.partial. The first max_extra * B*G thread blocks take the chunks beyond the first.
 template <int D, Multiplier by>
 __device__ inline void compute_gathered_dkdv(const BackwardArrays<bf16, float>& d, const InputArrays<bf16>& in,
                                              const GatherPlan& plan, const AttentionShape& s) {
@@ -710,18 +710,18 @@ inline unsigned gather_threads(const AttentionShape& a) {
 // As many tokens in a tile as fit. Their number changes no bit: every row is computed by itself, its keys in their
 // order.
 template <int D>
-inline AttentionShape gather_shape(const NsaShape& s, bool backward, size_t most_shared = most_shared_of_device()) {
+inline AttentionShape gather_shape(const NsaShape& s, bool backward, size_t max_shared = max_shared_of_device()) {
     int tokens = std::max(1, std::min({GATHER_TOKENS, gather_rows<D>(backward) / s.heads_per_group(), s.queries}));
     AttentionShape a = attention_shape(SLC, s, tokens);
-    while (tokens > 1 && gather_shared_bytes<D>(a, backward) > most_shared) a = attention_shape(SLC, s, --tokens);
+    while (tokens > 1 && gather_shared_bytes<D>(a, backward) > max_shared) a = attention_shape(SLC, s, --tokens);
     return a;
 }
 template <int D>
 inline bool gather_possible(const NsaShape& s) {
     return has_attention_kernel(ATTENTION_KERNELS[GATHERED_ROWS_KERNEL], false, {}, D) &&
            s.heads_per_group() <= gather_rows<D>(true) &&
-           gather_shared_bytes<D>(gather_shape<D>(s, true), true) <= most_shared_of_device() &&
-           gather_shared_bytes<D>(gather_shape<D>(s, false), false) <= most_shared_of_device();
+           gather_shared_bytes<D>(gather_shape<D>(s, true), true) <= max_shared_of_device() &&
+           gather_shared_bytes<D>(gather_shape<D>(s, false), false) <= max_shared_of_device();
 }
 // Which kernels a call of the selected branch may use. What remains AUTO is decided on the GPU, from the selection
 // itself. With at most 2 n blocks in the sequence, masked tiles visit at most twice what a query chose: by sm_90's
@@ -733,7 +733,7 @@ inline SelectedKernel resolve_selected(AttentionPath asked, const NsaShape& s, b
         fail_usage(
             "%d query heads in a group, of dimension %d: gathered rows have room for %d, and need less shared memory "
             "than the %zu bytes of this GPU; choose --attention-kernel %s",
-            s.heads_per_group(), D, gather_rows<D>(true), most_shared_of_device(),
+            s.heads_per_group(), D, gather_rows<D>(true), max_shared_of_device(),
             ATTENTION_KERNELS[TENSOR_CORES_KERNEL].name);
     if (asked.selected != SelectedKernel::AUTO) return asked.selected;
     const int blocks = (s.first + s.queries + s.slc_block - 1) / s.slc_block;
@@ -759,13 +759,13 @@ inline GatherPlan gather_plan(WorkspacePieces& pieces, const NsaShape& s) {
     plan.tiles = key_tiles(a);
     plan.units = units(a.keys, a);
     plan.token_words = (s.queries + 31) / 32;
-    plan.most_extra = int(size_t(s.queries) * size_t(std::max(s.slc_count, 3)) * size_t(a.slc_tiles) / GATHER_CHUNK);
-    plan.most_extra = int(std::min(size_t(plan.most_extra), size_t(plan.tiles) * size_t(s.queries / GATHER_CHUNK)));
+    plan.max_extra = int(size_t(s.queries) * size_t(std::max(s.slc_count, 3)) * size_t(a.slc_tiles) / GATHER_CHUNK);
+    plan.max_extra = int(std::min(size_t(plan.max_extra), size_t(plan.tiles) * size_t(s.queries / GATHER_CHUNK)));
     const size_t groups = size_t(a.batch_groups);
     plan.choosers = pieces.take<uint32_t>(groups * size_t(plan.units) * size_t(plan.token_words));
     plan.counts = pieces.take<int>(groups * size_t(plan.units));
     plan.extra = pieces.take<int>(groups * size_t(plan.tiles + 1));
-    plan.partial = pieces.take<float>(groups * 2 * size_t(plan.most_extra) * 2 * KEY_TILE * D);
+    plan.partial = pieces.take<float>(groups * 2 * size_t(plan.max_extra) * 2 * KEY_TILE * D);
     return plan;
 }
 
@@ -812,7 +812,7 @@ inline void launch_gather_dkdv(const BackwardArrays<bf16, float>& d, const Input
                                        a);
     launch<count_choosers_kernel>(unsigned(all_units + 3) / 4, 128, 0, stream, plan, all_units);
     launch<plan_chunks_kernel>(unsigned(a.batch_groups), 32, 0, stream, plan, a);
-    const unsigned blocks = unsigned((plan.most_extra + plan.tiles) * a.batch_groups);
+    const unsigned blocks = unsigned((plan.max_extra + plan.tiles) * a.batch_groups);
     auto run = [&](auto multiplier) {
         constexpr Multiplier by = decltype(multiplier)::value;
         constexpr unsigned THREADS = unsigned(dkdv_threads<D, KEY_TILE, by>());
@@ -823,7 +823,7 @@ inline void launch_gather_dkdv(const BackwardArrays<bf16, float>& d, const Input
         else launch<gather_dkdv_kernel<D>>(blocks, THREADS, bytes, stream, d, in, plan, a);
     };
     with_multiplier<D>(warpgroups, run);
-    if (plan.most_extra)
+    if (plan.max_extra)
         launch<add_chunks_kernel<D>>(unsigned(plan.tiles * a.batch_groups), 256, 0, stream, d.dk, d.dv, plan, a);
 }
 

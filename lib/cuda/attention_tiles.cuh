@@ -29,7 +29,7 @@ inline Generation generation_of_device() {
 HOST_DEVICE constexpr int query_rows_of(const Generation& g, int D, bool backward) {
     return D <= 64 ? g.query_rows : backward ? g.dq_rows_128 : g.forward_rows_128;
 }
-constexpr int most_query_rows(int D, bool backward) {
+constexpr int max_query_rows(int D, bool backward) {
     int most = 0;
     for (const Generation& g : GENERATIONS) most = std::max(most, query_rows_of(g, D, backward));
     return most;
@@ -76,7 +76,7 @@ HOST_DEVICE constexpr int tile_threads(int query_rows) {
 }
 // For __launch_bounds__, on any generation: the threads, and how many blocks share a multiprocessor.
 template <int D, bool BACKWARD, Multiplier by = WARP>
-constexpr int MOST_TILE_THREADS = tile_threads<D, BACKWARD, by>(most_query_rows(D, BACKWARD));
+constexpr int MOST_TILE_THREADS = tile_threads<D, BACKWARD, by>(max_query_rows(D, BACKWARD));
 template <int D, bool BACKWARD, Multiplier by = WARP>
 constexpr int TILE_BLOCKS = (by == WARPGROUP ? 512 : 256) / MOST_TILE_THREADS<D, BACKWARD, by>;
 
@@ -182,12 +182,12 @@ inline void with_multiplier(bool warpgroups, F f) {
     f(std::integral_constant<Multiplier, WARP>());
 }
 // Head dimensions of 128 do not fit on every GPU.
-inline void check_shared_bytes(size_t bytes, int D, size_t most_shared = most_shared_of_device()) {
-    if (bytes > most_shared)
+inline void check_shared_bytes(size_t bytes, int D, size_t max_shared = max_shared_of_device()) {
+    if (bytes > max_shared)
         fail_usage(
             "a head dimension of %d: attention takes %zu bytes of shared memory for a block, this GPU has %zu; choose "
             "--head-dim 64, or --attention-kernel plain",
-            D, bytes, most_shared);
+            D, bytes, max_shared);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

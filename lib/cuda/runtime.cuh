@@ -35,7 +35,7 @@ inline const cudaDeviceProp& properties_of_device() {
     return properties;
 }
 // Bytes of shared memory that a block can have on this GPU: 227 KB on sm_90, 163 on sm_80, 99 on most others.
-inline size_t most_shared_of_device() { return properties_of_device().sharedMemPerBlockOptin; }
+inline size_t max_shared_of_device() { return properties_of_device().sharedMemPerBlockOptin; }
 // Bytes that DynamicShared hands out for these pieces.
 inline size_t shared_bytes(std::initializer_list<size_t> pieces) {
     size_t sum = 0;

@@ -18,7 +18,7 @@
 
 struct SyntheticOptions {
     int document_bytes = 256;  // including the separator, byte 0, in front
-    int most_names = 3;        // a document has 1 to this many people with a name, each number as often
+    int max_names = 3;         // a document has 1 to this many people with a name, each number as often
     int letters = 4;           // of a name
     // A person comes back with the first sentence that begins so many bytes or more behind the last mention: drawn
     // uniformly from this range for every mention.
@@ -79,7 +79,7 @@ inline void append_synthetic_document(SyntheticCorpus& corpus, uint64_t seed, ui
         size_t due;  // where the person may be mentioned next
         bool known;  // has been mentioned
     };
-    std::vector<Person> people(size_t(1 + random.below(options.most_names)), Person{"", 0, false});
+    std::vector<Person> people(size_t(1 + random.below(options.max_names)), Person{"", 0, false});
     for (Person& person : people)
         for (int i = 0; i < options.letters; i++) person.name += char('A' + random.below(SYNTHETIC_ALPHABET));
 
@@ -110,12 +110,12 @@ inline void append_synthetic_document(SyntheticCorpus& corpus, uint64_t seed, ui
 // The first `tokens` tokens of the documents first_document, first_document + 1 ...; the last one may be cut short.
 inline SyntheticCorpus synthetic_corpus(uint64_t seed, size_t tokens, uint64_t first_document = 0,
                                         const SyntheticOptions& options = {}) {
-    const int introduction = 30 * (1 + options.most_names);  // a sentence about somebody has fewer bytes
-    if (options.most_names < 1 || options.letters < 3 || options.min_distance < 1 ||
+    const int introduction = 30 * (1 + options.max_names);  // a sentence about somebody has fewer bytes
+    if (options.max_names < 1 || options.letters < 3 || options.min_distance < 1 ||
         options.max_distance < options.min_distance || options.document_bytes < options.max_distance + introduction)
         fail_usage(
             "synthetic corpus: %d names of %d letters, distances %d..%d and documents of %d bytes do not fit together",
-            options.most_names, options.letters, options.min_distance, options.max_distance, options.document_bytes);
+            options.max_names, options.letters, options.min_distance, options.max_distance, options.document_bytes);
     SyntheticCorpus corpus;
     corpus.tokens.reserve(tokens + size_t(options.document_bytes));
     corpus.is_answer.reserve(tokens + size_t(options.document_bytes));

@@ -176,7 +176,7 @@ TEST(attention_kernels_gather_plan) {
                 largest = std::max(largest, count);
             }
             CHECK_EQUAL(extra[size_t(g) * (plan.tiles + 1) + plan.tiles], before);
-            CHECK(before <= plan.most_extra);
+            CHECK(before <= plan.max_extra);
         }
         CHECK(largest > 2 * GATHER_CHUNK);
     }
@@ -302,7 +302,7 @@ TEST(attention_kernels_gather_automatic_choice) {
     CHECK(gather_possible<64>(shape(65536, 6)));
     s = shape(65536, 6);  // where a block has 99 KB of shared memory, tiles are smaller
     const AttentionShape wide = gather_shape<64>(s, false), narrow = gather_shape<64>(s, false, 99 * 1024);
-    CHECK_EQUAL(wide.tile_tokens, most_shared_of_device() > (99 << 10) ? 32 : narrow.tile_tokens);
+    CHECK_EQUAL(wide.tile_tokens, max_shared_of_device() > (99 << 10) ? 32 : narrow.tile_tokens);
     CHECK(narrow.tile_tokens >= 16 && narrow.tile_tokens < 32 && gather_shared_bytes<64>(narrow, false) <= 99 * 1024);
     CHECK_EQUAL(narrow.tiles, (65536 + narrow.tile_tokens - 1) / narrow.tile_tokens);
     s = shape(4096, 49, 1, 128);

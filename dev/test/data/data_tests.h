@@ -496,7 +496,7 @@ TEST(synthetic_names_come_back_from_afar) {
     // A name comes back with the next sentence, or the one after two others that are due as well.
     CHECK(shortest >= size_t(options.min_distance) && longest < size_t(options.max_distance) + 3 * 30);
     // Uniform, 5 sigma.
-    CHECK_EQUAL(int(crowds.size()), options.most_names);
+    CHECK_EQUAL(int(crowds.size()), options.max_names);
     for (const auto& crowd : crowds) CHECK_NEAR(crowd.second, documents / 3.0, 5 * std::sqrt(documents * 2.0 / 9));
     CHECK_EQUAL(int(drawn.size()), SYNTHETIC_ALPHABET);
     const double n = letters * double(all);
