@@ -59,7 +59,7 @@ struct Json {
 
     Kind kind = Null;
     bool is_true = false;           // of a Bool
-    bool is_integer = false;        // a Number that an int64 holds: 2, and 2.0 up to 2^53
+    bool is_integer = false;        // a Number that is written as an integer and fits an int64
     double number_value = 0;        // of a Number
     int64_t integer_value = 0;      // of a Number with is_integer
     std::string text;               // of a String, UTF-8
@@ -102,6 +102,12 @@ struct Json {
             fail("%s: byte %llu: found %.17g, expected a whole number of 64 bits", where.c_str(),
                  (unsigned long long)offset, number_value);
         return integer_value;
+    }
+    // The same, and 2.0 up to 2^53, as programs write it that keep numbers as doubles.
+    int64_t whole_number(const std::string& where) const {
+        const double number = require(Number, where).number_value;
+        const bool is_whole = std::fabs(number) <= std::ldexp(1, 53) && std::floor(number) == number;
+        return is_whole && !is_integer ? int64_t(number) : integer(where);
     }
     double number(const std::string& where) const { return require(Number, where).number_value; }
     const std::string& string(const std::string& where) const { return require(String, where).text; }
@@ -187,10 +193,8 @@ struct JsonParser {
             fail("%s: byte %llu: the number is beyond a double's range", where.c_str(),
                  (unsigned long long)value.offset);
         errno = 0;
-        const double number = value.number_value;
-        if (whole) value.integer_value = std::strtoll(digits.c_str(), nullptr, 10);
-        else if (std::fabs(number) <= std::ldexp(1, 53)) value.integer_value = int64_t(number);
-        value.is_integer = errno == 0 && (whole || double(value.integer_value) == number);
+        value.integer_value = whole ? std::strtoll(digits.c_str(), nullptr, 10) : 0;
+        value.is_integer = whole && errno == 0;
         if (!value.is_integer) value.integer_value = 0;
     }
 

@@ -49,7 +49,8 @@ void read_config_json(Config& c, const std::string& path) {
     for (const Option& o : OPTIONS) {
         if (!(o.traits & OF_MODEL)) continue;
         const std::string key = underscored(o.name);
-        values.emplace_back(&o, o.integer ? std::to_string(root.integer(key, path)) : root.string(key, path));
+        values.emplace_back(&o, o.integer ? std::to_string(root.get(key, path).whole_number(path + ": " + key))
+                                          : root.string(key, path));
     }
     try {
         for (const auto& [option, value] : values) set_option(c, *option, value);
@@ -57,7 +58,7 @@ void read_config_json(Config& c, const std::string& path) {
     } catch (const Error& e) {
         fail("%s: %s", path.c_str(), e.what());
     }
-    c.vocab_size = root.integer("vocab_size", path);
+    c.vocab_size = root.get("vocab_size", path).whole_number(path + ": vocab_size");
     const bool is_bytes = c.tokenizer == "bytes";
     if (is_bytes ? c.vocab_size != 256 : c.vocab_size < 257 || c.vocab_size > 65536)
         fail("%s: vocab_size is %lld, tokenizer %s has %s", path.c_str(), (long long)c.vocab_size, c.tokenizer.c_str(),
