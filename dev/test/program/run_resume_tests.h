@@ -189,8 +189,8 @@ TEST(run_resumed_elsewhere_and_without_run_json) {
     }
 }
 
-// The tokens of a log are those that the loader gave out: after another --total-batch, of a checkpoint of before that
-// does not have their number, and after other data, with which the loader's own count begins anew.
+// The tokens of a log are those that the loader gave out: after another --total-batch, and after other data, with which
+// the loader's own count begins anew.
 TEST(run_counts_the_tokens_that_it_was_given) {
     using namespace program;
     TempFolder folder;
@@ -205,10 +205,6 @@ TEST(run_counts_the_tokens_that_it_was_given) {
     };
     REQUIRE_GOOD(train({{"data", folder.file("a.bin")}, {"val-data", folder.file("b.bin")}, {"out", out}}));
     CHECK(resume({"--steps=3", "--total-batch=512"}) == (std::vector<double>{256, 768, 768}));
-    const std::string third = out + "/step_00000003", state = read_manifest(third).state_text;
-    const std::string key = "\"tokens\": 768, ";
-    REQUIRE(state.find(key) == 1);
-    seal(third, "{" + state.substr(1 + key.size()));
     CHECK(resume({"--steps=4", "--total-batch=256"}) == (std::vector<double>{768, 1024, 1024}));
     CHECK(resume({"--steps=5", "--allow-new-data", "--data", folder.file("b.bin"), "--val-data="}) ==
           (std::vector<double>{1024, 1024, 1280}));
