@@ -426,7 +426,7 @@ TEST(stop_repeated_within_seconds_is_one_wish) {
         int status;
     } const cases[] = {{{SIGTERM, SIGTERM}, 0, 75},
                        {{SIGTERM, SIGTERM, SIGTERM, SIGTERM}, 200000, 75},
-                       {{SIGINT, SIGTERM, SIGHUP}, 1000, 130},
+                       {{SIGINT, SIGTERM, SIGUSR1}, 1000, 130},  // of waiting signals the lowest comes first
                        {{SIGUSR1, SIGTERM, SIGUSR1, SIGINT}, 300000, 75}};
     for (const auto& c : cases) {
         TempFolder folder;
