@@ -17,8 +17,7 @@
 #       torch       a compiled dense model of the same size in PyTorch and its attention, beside ours at four lengths
 # OUT=FOLDER puts the page elsewhere, PYTHON=python3 names the Python with PyTorch, COMMIT=... names the commit if the
 # sources are not a git checkout, and TOTAL=590 stops everything after so many seconds.
-# Figures worth quoting are in the parts' output as lines "result: what | figure | unit | conditions";
-# dev/results_table.sh makes the page's table from them, and that of dev/BENCHMARKS.md.
+# Figures worth quoting are in the parts' output as lines "result: what | figure | unit | conditions", and in one table.
 # shellcheck disable=SC2317  # the parts are called by a bash of their own
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
@@ -26,7 +25,7 @@ cd "$(dirname "$0")/.." || exit 2
 readonly PARTS="build tests emulator shapes kernels torch"
 readonly LIMIT=580  # seconds of one part
 die() { echo "gpu_check.sh: $1" >&2; exit 2; }
-case "${1:-}" in -h | --help) sed -n '/^# One command/,/^# dev.results_table/s/^# //p' "$0"; exit 0 ;; esac
+case "${1:-}" in -h | --help) sed -n '/^# One command/,/^# Figures worth/s/^# //p' "$0"; exit 0 ;; esac
 # shellcheck disable=SC2086  # a list of words
 [ $# -gt 0 ] || set -- $PARTS
 for part in "$@"; do
@@ -66,22 +65,23 @@ print([file for root in nvidia.__path__ for file in glob.glob(root + "/*/include
     export NVCC_APPEND_FLAGS="-I$here/include -L$here/lib -Xlinker -rpath -Xlinker $here/lib ${NVCC_APPEND_FLAGS:-}"
 }
 
-head_of_report() {
+# The page: the head, an answer for each part, all figures, and the parts' sections, of FILE.
+page() {
     printf '# %s, %s\n\n' "$gpu" "$(date +%Y-%m-%d)"
     echo "driver $(nvidia-smi --query-gpu=driver_version,clocks.max.sm,power.limit,memory.total --format=csv,noheader \
         -i 0 2>/dev/null), $(nvcc --version 2>/dev/null | sed -n 's/.*release \([^,]*\),.*/CUDA \1/p'), $(nproc) cores"
     echo
-}
-# The page: the head, an answer for each part, all figures, and the parts' sections, of FILE.
-page() {
-    head_of_report
     printf '| part | how it ended |\n|---|---|\n'
     awk '/^## / { name = substr($0, 4) }
         /^(passed|FAILED|stopped|not run)[^:]*: / && name {
             gsub(/[|]/, "/"); print "| " name " | " $0 " |"; name = "" }' "$1"
     printf '\n### Figures\n\n'
-    { head_of_report; cat "$1"; } >"$work/joined"
-    dev/results_table.sh "$work/joined" | sed 1,2d
+    awk -F ' *[|] *' '
+        /: exit status [0-9]/ { of = substr($0, match($0, /commit [^;]*$/)) }
+        /: exit status [1-9]/ { of = of "; **its part failed**" }
+        /^result: / && !n++ { print "| what | figure | unit | conditions |\n|---|---|---|---|" }
+        /^result: / { print "| " substr($1, 9) " | " $2 " | " $3 " | " $4 "; " of " |" }
+        END { if (!n) print "not measured" }' "$1"
     printf '\n%s\n' "$(cat "$1")"
 }
 # What a part's output says in one line: its own line "answer: " or "skipped: ", else its last one.
