@@ -155,6 +155,14 @@ def time_backend(name, model, optimizer, rotation, args):
     return seconds, loss.item()
 
 
+def rotation_of(T, D, device, base=10000.0):
+    """RoPE's cosines and sines, [T, D/2] each."""
+    angle = torch.arange(T, device=device).float()[:, None] * base ** (
+        -torch.arange(0, D, 2, device=device).float() / D
+    )
+    return angle.cos(), angle.sin()
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batch", type=int, default=16)
@@ -177,10 +185,7 @@ def main():
     model = Dense(args.vocabulary, args.layers, args.width, args.heads).cuda()
     matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2)
     D, T = args.width // args.heads, args.seq_len
-    angle = torch.arange(T, device="cuda").float()[:, None] * 10000.0 ** (
-        -torch.arange(0, D, 2, device="cuda").float() / D
-    )
-    rotation = angle.cos(), angle.sin()
+    rotation = rotation_of(T, D, "cuda")
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     rates, loss, longest = {}, math.nan, 0.0
     for name in args.backends.split(","):

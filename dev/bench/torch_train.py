@@ -9,18 +9,20 @@ such as that of a step with --lr 0 under the same --seed; none: weights of its o
 """
 import argparse
 import array
-import glob
 import json
 import math
 import os
 import sys
 import time
 
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
-from torch_step import Dense, torch  # noqa: E402  it says what is missing
-import reference  # noqa: E402
+from torch_step import Dense, rotation_of, torch  # it says what is missing
 
-HEADER = 1024
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path[:0] = [f"{HERE}/..", f"{HERE}/evidence"]
+import reference  # noqa: E402
+from arms import VOCABULARY  # noqa: E402
+from ngram import shards_of  # noqa: E402
+
 SHUFFLE = 2  # lib/base/util.h's stream
 MASK = (1 << 32) - 1
 
@@ -56,10 +58,8 @@ class Batches:
 
     def __init__(self, pattern, T, seed):
         self.T, self.seed, self.next, self.samples = T, seed, 0, []
-        for path in sorted(glob.glob(pattern)):
-            tokens = array.array("H")
-            with open(path, "rb") as file:
-                tokens.frombytes(file.read()[HEADER:])
+        for shard in shards_of(pattern):
+            tokens = array.array("H", shard)
             self.samples += [(tokens, at) for at in range(0, (len(tokens) - 1) // T * T, T)]
 
     def take(self, count):
@@ -107,17 +107,15 @@ def main():
         o = json.load(file)
     o["warmup"] = int(o["warmup"])
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    vocabulary = 256 if o["tokenizer"] == "bytes" else 50257
     torch.manual_seed(o["seed"])
     torch.set_float32_matmul_precision("high")
     torch.set_num_threads(1)  # of the CPU: tiny models, beside other work
-    model = Dense(vocabulary, o["layers"], o["dim"], o["heads"])
+    model = Dense(VOCABULARY[o["tokenizer"]], o["layers"], o["dim"], o["heads"])
     if a.first != "none":
         load_weights(model, a.first)
     model = model.to(device)
-    T, D = o["seq_len"], o["dim"] // o["heads"]
-    angle = torch.arange(T, device=device).float()[:, None] * float(o["rope_base"]) ** (
-        -torch.arange(0, D, 2, device=device).float() / D)
+    T = o["seq_len"]
+    rotation = rotation_of(T, o["dim"] // o["heads"], device, float(o["rope_base"]))
     matrices = [p for p in model.parameters() if p.dim() == 2]
     optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": o["weight_decay"]},
                                    {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0}],
@@ -132,7 +130,7 @@ def main():
         for _ in range(micro_steps):
             tokens = batches.take(o["batch"]).to(device)
             with torch.autocast(device, dtype=torch.bfloat16):
-                loss = compiled(tokens[:, :-1], tokens[:, 1:], angle.cos(), angle.sin()) / micro_steps
+                loss = compiled(tokens[:, :-1], tokens[:, 1:], *rotation) / micro_steps
             loss.backward()
             total += loss.detach()
         torch.nn.utils.clip_grad_norm_(model.parameters(), o["grad_clip"])

@@ -18,7 +18,6 @@ ARMS = {
 }
 # Refused where no layer is NSA's, and so is --window where none is a window either.
 OF_NSA = ["cmp-block", "cmp-stride", "slc-block", "slc-count", "phi-hidden"]
-REFERENCE = "nsa"
 TOLERANCE = 0.02
 VOCABULARY = {"bytes": 256, "gpt2": 50257}
 
@@ -144,7 +143,7 @@ class Arm:
             missing = wanted - parameters_of(self.options)
             self.options["mlp-hidden"] = int(self.options["mlp-hidden"]) + round(missing / of_one_column / 8) * 8
             if abs(parameters_of(self.options) / wanted - 1) > TOLERANCE:
-                sys.exit(f"arms.py: {name} has {parameters_of(self.options)} parameters, {REFERENCE} {wanted}")
+                sys.exit(f"arms.py: {name} has {parameters_of(self.options)} parameters, nsa {wanted}")
         self.parameters, self.flops = parameters_of(self.options), flops_per_token(self.options)
         self.keys = keys_per_query(self.options)
 

@@ -21,19 +21,19 @@ import json
 import os
 import re
 import signal
-import struct
 import subprocess
 import sys
 import time
 
-from run import HERE, SEED_OF_RATE, SEEDS, Results, read_setting
+from ngram import HEADER, WIDTH
+from run import HERE, SEED_OF_RATE, SEEDS, Results, mean_of, read_setting
 from table import interval, mean, print_rows
 
 ROOT = os.path.abspath(f"{HERE}/../../..")
 NSA, FULL, MIXED, NEAREST, ALTERNATE, WINDOW = "NFHCAW"
 ARMS = {NSA: "nsa", FULL: "full+kv-groups=12", MIXED: "alternating+kv-groups=12+window=512",
         NEAREST: "nsa+slc-count=3+window=1384", ALTERNATE: "interleaved", WINDOW: "window"}
-TOTAL_BATCH, PARITY_TOKENS, PARITY = 65536, 15_000_000, 0.01  # nats, at every 100th step
+PARITY_TOKENS, PARITY = 15_000_000, 0.01  # nats, at every 100th step
 TINY = {"layers": 4, "dim": 16, "heads": 4, "kv-groups": 2, "head-dim": 4, "mlp-hidden": 64, "cmp-block": 8,
         "cmp-stride": 4, "slc-block": 8, "slc-count": 6, "window": 16, "phi-hidden": 8, "tokenizer": "bytes",
         "seq-len": 256}
@@ -48,7 +48,7 @@ class Job:
         self.arms = dict(ARMS)
         self.common, self.device = ["--model", "125m"], ["--device", a.device]
         self.vocabulary = ["--vocab-dir", a.vocab_dir]
-        self.T, self.batch, self.total, self.every = 2048, 16, TOTAL_BATCH, 20
+        self.T, self.batch, self.total = 2048, 16, 65536
         if a.dry_run:
             self.make_tiny()
         self.results = Results(f"{a.out}/results")
@@ -73,7 +73,7 @@ class Job:
         self.setting["training"].update({"batch": 2, "total-batch": 2048, "warmup": 2})
         self.setting["machine"] = {"device": "cpu", "threads": 1}
         self.common, self.device, self.vocabulary = ["--tokenizer", "bytes", "--threads", 1], ["--device", "cpu"], []
-        self.T, self.batch, self.total, self.every = 64, 4, 1024, 20
+        self.T, self.batch, self.total = 64, 4, 1024
 
     def step(self, name, command, least=10):
         """True once its output is OUT/NAME.txt; one that is there is not made again, one that ends badly is said."""
@@ -105,16 +105,12 @@ class Job:
 
     def part_main(self):
         run, shards = f"{self.a.out}/main", f"{self.a.shards}/*_train_*.bin"
-        tokens = 0
-        for path in glob.glob(shards):
-            with open(path, "rb") as file:
-                tokens += struct.unpack("<3i", file.read(12))[2]
-        steps = tokens // self.total
+        steps = tokens_of(shards) // self.total
         options = [*self.common, *self.device, *self.vocabulary, "--data", shards,
                    "--val-data", f"{self.a.shards}/*_val_*.bin", "--seq-len", self.T, "--batch", self.batch,
                    "--total-batch", self.total, "--steps", steps,
                    "--warmup", max(1, min(40, steps // 10)), "--lr", "1e-3", "--seed", SEED_OF_RATE, "--save-every", 0,
-                   "--eval-every", self.every, "--eval-batches", 6, "--sample-tokens", 0]
+                   "--eval-every", 20, "--eval-batches", 6, "--sample-tokens", 0]
         if not self.train("main", options, 60):
             return
         there = ["--from", run, *self.device, *self.vocabulary]
@@ -132,11 +128,8 @@ class Job:
         self.torch("dense", f"{self.a.out}/main", "none")
 
     def torch(self, name, run, first):
-        done = subprocess.run([self.a.python, "-c", "import torch, numpy"], capture_output=True).returncode == 0
-        if not done:
-            print(f"{name}: left out, {self.a.python} has no PyTorch and NumPy")
         compiled = [] if self.a.dry_run else ["--compile"]
-        return done and self.step(name, [self.a.python, f"{ROOT}/dev/bench/torch_train.py", run, first, *compiled], 60)
+        self.step(name, [self.a.python, f"{ROOT}/dev/bench/torch_train.py", run, first, *compiled], 60)
 
     def long_shards(self):
         """The setting with the long documents' tokens, in OUT/at_125m.json."""
@@ -145,14 +138,13 @@ class Job:
                            "--seq-len", T, "--held-out", 256 * T], 0)
         if not done:
             sys.exit("at_125m.py: there are no shards of long documents")
-        size = os.path.getsize(f"{self.a.out}/long/long_train_000001.bin")
-        self.tokens = (size - 1024) // 2 // total * total
+        self.tokens = tokens_of(f"{self.a.out}/long/long_train_*.bin") // total * total
         if not self.a.dry_run:
             self.setting["machine"].update({"device": self.a.device, "vocab-dir": self.a.vocab_dir})
         self.write_setting("at_125m", self.setting["plan"])
 
     def write_setting(self, name, plan):
-        text = json.dumps({**self.setting, "plan": plan}).replace('"EPOCH"', str(self.tokens))
+        text = json.dumps({**self.setting, "tokens": self.tokens, "plan": plan})
         with open(f"{self.a.out}/{name}.json", "w") as file:
             file.write(text.replace("EPOCH", str(self.tokens)))
 
@@ -276,19 +268,19 @@ class Job:
         says("N reaches the training loss that F ends with", bool(reached), ", ".join(figures))
 
 
+def tokens_of(pattern):
+    """All of the shards' together."""
+    return sum(os.path.getsize(path) - HEADER for path in glob.glob(pattern)) // WIDTH
+
+
 def between(run, low, high):
     """The loss with more than `low` and up to `high` tokens in sight."""
-    parts = [(last - first + 1, loss) for first, last, loss in run["by_position"] if low < last <= high]
-    return sum(count * loss for count, loss in parts) / max(1, sum(count for count, _ in parts))
+    return mean_of([(loss, last - first + 1) for first, last, loss in run["by_position"] if low < last <= high])
 
 
 def paired(one, other):
     """Of each document the difference of its losses, the mean of the seeds that both have."""
-    of_seeds = []
-    for a, b in zip(one, other):
-        widths = [last - first + 1 for first, last, _ in a["by_position"]]
-        of_seeds.append([sum(w * (x - y) for w, x, y in zip(widths, m[1], n[1])) / sum(widths)
-                         for m, n in zip(a["by_document"], b["by_document"])])
+    of_seeds = [[m[0] - n[0] for m, n in zip(a["by_document"], b["by_document"])] for a, b in zip(one, other)]
     return [mean(column) for column in zip(*of_seeds)]
 
 

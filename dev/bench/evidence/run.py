@@ -9,12 +9,11 @@ A line of the setting's plan is `sweep ARM RATE...`, `longer ARM TOKENS RATE...`
 halves the rate beyond the range while the best one lies at its edge, tries the best one, its half and its double with
 all tokens on seed 1, and beyond these likewise, and then runs seeds 2 and 3 at the best. `longer` does the same without
 the quarter, `rates` without the other seeds; `run` may take the best rate of its own arm or of another one. The seed
-that chose a rate is the lucky one at that rate, so it is in no mean: these are of seeds 2 and 3. ARM_lrRATE_tokensN and
-options behind it are the model of that run, which goes on with them, on bytes that it has not seen; for 0 tokens it is
-measured as it is. A run whose line is
-there is skipped; one that was interrupted goes on from its last checkpoint, so start the same command again. Several
-runners can share a folder. --seconds starts nothing that would not end within them, by the longest run so far, and
-interrupts what has not ended by then.
+that chose a rate is the lucky one at that rate, so it is in no mean: these are of seeds 2 and 3.
+ARM_lrRATE_tokensN and options behind it are the model of that run, which goes on with them, on bytes that it has not
+seen; for 0 tokens it is measured as it is. A run whose line is there is skipped; one that was interrupted goes on from
+its last checkpoint, so start the same command again. Several runners can share a folder. --seconds starts nothing that
+would not end within them, by the longest run so far, and interrupts what has not ended by then.
 """
 import argparse
 import contextlib
@@ -195,7 +194,7 @@ def mean_of(parts):
 
 def read_evaluation(path):
     """What `eval --json` writes: the loss, and the losses by the number of tokens in sight, of all documents and of
-    each: [tokens, losses by range]."""
+    each: [loss, losses by range]."""
     with open(path) as file:
         sets = [json.loads(line) for line in file]
     rows = [one["by_tokens_in_sight"] for one in sets]
@@ -203,7 +202,7 @@ def read_evaluation(path):
             "held_out_tokens": sum(one["tokens"] for one in sets),
             "by_position": [[parts[0]["first"], parts[0]["last"], mean_of([(p["loss"], p["tokens"]) for p in parts])]
                             for parts in zip(*rows)],
-            "by_document": [[one["tokens"], [round(part["loss"], 4) for part in row]]
+            "by_document": [[round(one["loss"], 4), [round(part["loss"], 4) for part in row]]
                             for one, row in zip(sets, rows)]}
 
 
