@@ -851,8 +851,8 @@ using HeadGradientPointers = HeadArrays<const float, const cuda_real, const floa
 // in the row head by head: BRANCHES * head + branch.
 template <int W>
 __global__ void __launch_bounds__(128)
-    split_heads_forward_kernel(HeadPointers out, const cuda_real* projected, Rope rope, NsaShape s, int P, int units) {
-    const int pieces = s.D / 2 / W, half = s.D / 2;
+    split_heads_forward_kernel(HeadPointers out, const cuda_real* projected, Rope rope, NsaShape s, int P) {
+    const int pieces = s.D / 2 / W, half = s.D / 2, units = s.head_units();
     const int j = blockIdx.x % s.queries;
     const int t = s.first + j;
     const size_t b = blockIdx.x / s.queries, rows = size_t(s.B) * s.H * s.queries;
@@ -872,12 +872,13 @@ __global__ void __launch_bounds__(128)
     if (s.full) return;
     for (int i = threadIdx.x; i < BRANCHES * s.H; i += blockDim.x)
         out.gate[i % BRANCHES * rows + (b * s.H + i / BRANCHES) * s.queries + j] =
-            s.left_out >> i % BRANCHES & 1 ? 0 : sigmoid(float(in[s.slot_column(HEAD_SLOTS) + i]));
+            s.left_out >> i % BRANCHES & 1 ? 0 : sigmoid(float(in[units * s.D + i]));
 }
 template <int W>
-__global__ void __launch_bounds__(128) split_heads_backward_kernel(cuda_real* dprojected, HeadGradientPointers d,
-                                                                   Rope rope, NsaShape s, int P, int units) {
-    const int pieces = s.D / 2 / W, half = s.D / 2, t = blockIdx.x % s.T, heads_end = s.slot_column(HEAD_SLOTS);
+__global__ void __launch_bounds__(128)
+    split_heads_backward_kernel(cuda_real* dprojected, HeadGradientPointers d, Rope rope, NsaShape s, int P) {
+    const int pieces = s.D / 2 / W, half = s.D / 2, t = blockIdx.x % s.T, units = s.head_units(),
+              heads_end = units * s.D;
     const size_t b = blockIdx.x / s.T, rows = size_t(s.B) * s.H * s.T;
     cuda_real* out = dprojected + size_t(blockIdx.x) * P;
     for (int piece = (d.q ? 0 : s.H * pieces) + threadIdx.x; piece < units * pieces; piece += blockDim.x) {
@@ -1013,11 +1014,11 @@ __global__ void compress_activate_kernel(cuda_real* hidden, cuda_real* activated
     const float h = float(hidden[at]);
     activated[i] = cuda_real(h * sigmoid(h));
 }
-// out [B, G, NC, D] = mean of the block's l tokens + sum, the first rotated_rows rows of it rotated by the angles at
-// the block's first token. sum [B*G*count, D]; k [B, G, T, D], of which (sequence, group)s from B*G on are `next`
-// elements further on; one thread per pair.
+// out [B, G, NC, D] = mean of the block's l tokens + sum, the keys rotated by the angles at the block's first token.
+// sum [B*G*count, D]; k [B, G, T, D], of which (sequence, group)s from B*G on are `next` elements further on; one
+// thread per pair.
 __global__ void compress_output_kernel(cuda_real* out, const float* sum, const cuda_real* k, size_t next, Rope rope,
-                                       int rotated_rows, int rows, int count, int begin, int NC, NsaShape s) {
+                                       int rows, int count, int begin, int NC, NsaShape s) {
     const int pairs = s.D / 2, groups = s.B * s.G;
     const size_t index = thread_index();
     if (index >= size_t(rows) * pairs) return;
@@ -1031,7 +1032,7 @@ __global__ void compress_output_kernel(cuda_real* out, const float* sum, const c
     }
     low[0] = low[0] / s.l + sum[size_t(row) * s.D + x];
     high[0] = high[0] / s.l + sum[size_t(row) * s.D + pairs + x];
-    if (row < rotated_rows) rope.rotate(low, high, block * s.d, x, s.D, +1);
+    if (bg < groups) rope.rotate(low, high, block * s.d, x, s.D, +1);
     cuda_real* to = out + (size_t(bg) * NC + block) * s.D;
     to[x] = cuda_real(low[0]);
     to[pairs + x] = cuda_real(high[0]);
@@ -1967,18 +1968,6 @@ inline void check_shape(const NsaShape& s, AttentionPath asked = SelectedKernel:
         if (!s.full) select_shared_bytes<D>(attention_shape(CMP, s, SCORE_TOKENS));
     });
 }
-// Calls f with constants for the branch and the head dimension.
-template <class F>
-inline void with_branch_and_dimension(Branch branch, int D, F f) {
-    with_head_dimension(D, [&](auto dimension) {
-        switch (branch) {
-            case CMP: return f(std::integral_constant<Branch, CMP>(), dimension);
-            case SLC: return f(std::integral_constant<Branch, SLC>(), dimension);
-            case WIN: return f(std::integral_constant<Branch, WIN>(), dimension);
-        }
-    });
-}
-
 // out [B, H, queries, D] = softmax(q k^T / sqrt(D)) v over the branch's keys, lse [B, H, queries] the natural logarithm
 // of the softmax's denominator; a query without a key: 0, +infinity. q [B, H, queries, D], keys and values [B, G, T, D]
 // (compressed: [B, G, NC, D]), selection [B, G, queries, words]. Selection blocks: 16, 32 or a multiple of 64 tokens.
@@ -1989,8 +1978,15 @@ inline void attention_forward(Branch branch, bf16* out, float* lse, const bf16* 
                               AttentionWorkspace workspace, cudaStream_t stream) {
     check_attention_shape(branch, s);
     if (s.query_rows() == 0) return;
-    with_branch_and_dimension(branch, s.D, [&](auto b, auto D) {
-        launch_attention_forward<b(), D()>(out, lse, q, k, v, selection, s, path, workspace, stream);
+    with_head_dimension(s.D, [&](auto D) {
+        const auto launch = [&](auto b) {
+            launch_attention_forward<b(), D()>(out, lse, q, k, v, selection, s, path, workspace, stream);
+        };
+        switch (branch) {
+            case CMP: return launch(std::integral_constant<Branch, CMP>());
+            case SLC: return launch(std::integral_constant<Branch, SLC>());
+            case WIN: return launch(std::integral_constant<Branch, WIN>());
+        }
     });
 }
 // Shapes and formulas as in Cpu::branches_backward, of these branches, bits. A query has chosen at most max(slc_count,
@@ -2215,7 +2211,7 @@ struct Cuda : CudaOptimiser {
         with_width(heads_are_wide(projected, out, s), [&](auto W) {
             launch<kernels::split_heads_forward_kernel<W()>>(unsigned(s.B) * unsigned(s.queries), 128, 0, stream,
                                                              pointers_of<kernels::HeadPointers>(out), projected, rope,
-                                                             s, s.projected(), head_units(s));
+                                                             s, s.projected());
         });
         if (gains)
             launch<kernels::normed_heads_forward_kernel>(
@@ -2229,7 +2225,7 @@ struct Cuda : CudaOptimiser {
         with_width(heads_are_wide(dprojected, d, s), [&](auto W) {
             launch<kernels::split_heads_backward_kernel<W()>>(unsigned(s.B) * unsigned(s.T), 128, 0, stream, dprojected,
                                                               pointers_of<kernels::HeadGradientPointers>(d), rope, s,
-                                                              s.projected(), head_units(s));
+                                                              s.projected());
         });
         if (!gains) return;
         const int N = s.B * s.T, tokens = std::max(8, (N + 1023) / 1024), blocks = (N + tokens - 1) / tokens,
@@ -2273,8 +2269,7 @@ struct Cuda : CudaOptimiser {
         gemm_nt({rows, D, F}, activated, size_t(F), phi.k.fc2, size_t(F), nullptr, out_sum, size_t(D),
                 {SETS, size_t(rows) * F, phi.to_v_fc2(), size_t(rows) * D});
         launch<kernels::compress_output_kernel>(blocks_for(size_t(SETS) * rows * D / 2, 128), 128, 0, stream, out,
-                                                (const float*)out_sum, k, to_v, rope, rows, SETS * rows, count, begin,
-                                                NC, s);
+                                                (const float*)out_sum, k, to_v, rope, SETS * rows, count, begin, NC, s);
     }
     // dk and dv =, dphi +=, from dout (whose keys are rotated back in place). Training shapes.
     void compress_backward(real* dk, real* dv, const PhiGradients& dphi, real* dout, const real* hidden, const real* k,
@@ -2456,8 +2451,6 @@ struct Cuda : CudaOptimiser {
     }
 #endif
 
-    // Query heads, keys and values in a row of the projection
-    static int head_units(const NsaShape& s) { return s.H + s.head_slots() * s.G; }
     template <class H>
     static bool heads_are_wide(const real* projected, const H& h, const NsaShape& s) {
         bool wide = is_wide(s.D / 2, projected, h.q) && is_wide(s.projected());

@@ -171,7 +171,6 @@ EMU_ENGINE EMU_NOINLINE inline void on_access(const void* address, size_t bytes,
         stop_access("misaligned", (const char*)address, kind, place);
     if (machine.current == HOST && !machine.range_opened)
         stop_access("host code touches device memory", (const char*)address, kind, place);
-    machine.count.accesses++;
     const Accessor me = {machine.current, machine.current / 32, machine.current % 32,
                          offset < SHARED_PART || (machine.clock.block_fenced && machine.clock.earlier_fenced)};
     for (size_t i = offset / 2; i <= (offset + bytes - 1) / 2; i++) {

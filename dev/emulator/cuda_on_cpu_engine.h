@@ -228,14 +228,10 @@ struct Clock {
     bool block_fenced, earlier_fenced;      // this block, an earlier one of this launch, has called __threadfence()
 };
 
-struct Counters {
-    long launches, blocks, switches, barriers, warp_functions, accesses;
-};
-
 struct Machine {
     // The order of threads, blocks and streams is drawn from the seed.
     uint64_t seed = 0, random = 1;
-    Counters count = {};
+    long launches = 0;
     Clock clock;
 
     // The running launch.
@@ -627,7 +623,6 @@ EMU_ENGINE inline void switch_to(int thread) {
     if (thread == machine.current) return;
     Thread &from = machine.threads[machine.current], &to = machine.threads[thread];
     machine.current = thread;
-    machine.count.switches++;
     threadIdx = to.index;
     emu_switch(&from.stack_pointer, to.stack_pointer);
 }
@@ -653,7 +648,6 @@ EMU_ENGINE inline void try_open_barrier() {
     for (int w = 0; w < n; w += 64) machine.ready[w / 64] = n - w >= 64 ? ~uint64_t(0) : (uint64_t(1) << (n - w)) - 1;
     machine.at_barrier = 0;
     machine.clock.interval++;
-    machine.count.barriers++;
 }
 EMU_ENGINE EMU_NOINLINE inline void barrier(const char* what, Site site) {
     if (machine.current == HOST) stop("%s outside of a kernel", what);
@@ -682,7 +676,6 @@ EMU_ENGINE inline void try_warp_function(int warp, unsigned mask) {
     first.function(mask, arguments);
     for (unsigned rest = mask; rest; rest &= rest - 1) mark_ready(warp * 32 + __builtin_ctz(rest));
     machine.warp_waiting[warp] &= ~mask;
-    machine.count.warp_functions++;
 }
 EMU_ENGINE EMU_NOINLINE inline void warp_function(unsigned mask, WarpFunction function, void* argument,
                                                   const char* what, Site site) {
@@ -802,7 +795,6 @@ EMU_ENGINE inline void run_block() {
     switch_to(next_ready());  // comes back when the last thread has returned
     machine.clock.interval++;
     free_shared();
-    machine.count.blocks++;
 }
 
 inline void run_grid(const char* name, dim3 grid, dim3 block, size_t dynamic_bytes, void (*body)(void*),
@@ -819,10 +811,10 @@ inline void run_grid(const char* name, dim3 grid, dim3 block, size_t dynamic_byt
     reserve_range();
     const OpenRange open;
     gridDim = grid, blockDim = block, machine.dynamic_bytes = dynamic_bytes;
-    machine.count.launches++;
+    machine.launches++;
     machine.clock.launch_start = ++machine.clock.interval;
     machine.clock.block_fenced = machine.clock.earlier_fenced = false;
-    machine.random = (machine.seed + uint64_t(machine.count.launches)) * 0x9E3779B97F4A7C15ull | 1;
+    machine.random = (machine.seed + uint64_t(machine.launches)) * 0x9E3779B97F4A7C15ull | 1;
     // With a seed, blocks start anywhere and go on in steps that have no factor in common with their number, so that
     // each comes once.
     const uint64_t blocks = uint64_t(grid.x) * grid.y * grid.z;

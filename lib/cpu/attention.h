@@ -649,7 +649,7 @@ class TiledAttention {
     // -----------------------------------------------------------------------------------------------------------------
     // Backward. Work is shared out by tiles of keys, and each tile's owner sums its dk and dv. Several tiles add to a
     // row of dq: in the order of the tiles, so that the sum has one order. A tile follows the tile before it from query
-    // to query; progress[tile] says how far that one is.
+    // to query; tokens_done[tile] says how far that one is.
 
     template <class Element>
     struct BackwardOperands {

@@ -813,7 +813,7 @@ inline void launch_gather_dkdv(const BackwardArrays<bf16, float>& d, const Input
     launch<count_choosers_kernel>(unsigned(all_units + 3) / 4, 128, 0, stream, plan, all_units);
     launch<plan_chunks_kernel>(unsigned(a.batch_groups), 32, 0, stream, plan, a);
     const unsigned blocks = unsigned((plan.max_extra + plan.tiles) * a.batch_groups);
-    auto run = [&](auto multiplier) {
+    with_multiplier<D>(warpgroups, [&](auto multiplier) {
         constexpr Multiplier by = decltype(multiplier)::value;
         constexpr unsigned THREADS = unsigned(dkdv_threads<D, KEY_TILE, by>());
         const size_t bytes = TokenBuffers<SLC, D, KEY_TILE, by>::bytes() +
@@ -821,8 +821,7 @@ inline void launch_gather_dkdv(const BackwardArrays<bf16, float>& d, const Input
         if constexpr (by == WARPGROUP)
             launch<warpgroup_gather_dkdv_kernel<D>>(blocks, THREADS, bytes, stream, d, in, plan, a);
         else launch<gather_dkdv_kernel<D>>(blocks, THREADS, bytes, stream, d, in, plan, a);
-    };
-    with_multiplier<D>(warpgroups, run);
+    });
     if (plan.max_extra)
         launch<add_chunks_kernel<D>>(unsigned(plan.tiles * a.batch_groups), 256, 0, stream, d.dk, d.dv, plan, a);
 }

@@ -44,8 +44,8 @@ double error_along(const std::vector<double>& direction, double* params, const d
     return std::fabs((value[0] - value[1]) / (2 * step) - slope) / std::sqrt(square);
 }
 
-// For each tensor of a flat array along a random direction; where a direction flips the
-// selection, along another one. loss() and selection() compute from params; grads holds the gradient there.
+// For each tensor of a flat array along a random direction; where a direction flips the selection, along another one.
+// loss() and selection() compute from params; grads holds the gradient there.
 template <class Loss, class Selection>
 GradientErrors gradient_errors(const std::vector<TensorSpec>& specs, double* params, const double* grads, Loss loss,
                                Selection selection) {

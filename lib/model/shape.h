@@ -80,13 +80,13 @@ struct NsaShape {
 
     // Columns of the fused input projection: q | the keys and values, by HeadSlot | gate logits | padding to 8 columns.
     HOST_DEVICE int first_slot() const { return full ? K_WIN : K_CMP; }
-    int head_slots() const { return HEAD_SLOTS - first_slot(); }
+    HOST_DEVICE int head_slots() const { return HEAD_SLOTS - first_slot(); }
     HOST_DEVICE static bool holds_values(int slot) { return slot % 2; }
-    HOST_DEVICE int slot_column(int slot) const { return (H + (slot - first_slot()) * G) * D; }
+    HOST_DEVICE int head_units() const { return H + head_slots() * G; }  // heads in a row, of D columns each
     static int gate_logit(int head, int branch) { return BRANCHES * head + branch; }
     int gate_logits() const { return full ? 0 : BRANCHES * H; }
     int gate_columns() const { return (gate_logits() + 7) / 8 * 8; }
-    int projected() const { return slot_column(HEAD_SLOTS) + gate_columns(); }
+    int projected() const { return head_units() * D + gate_columns(); }
 
     // Gains of --qk-norm, or their gradients, are [gain_rows(), D]: q's, then those of each branch's keys. gain_of():
     // those of a slot; null where it holds values, and where there are no gains.

@@ -193,7 +193,8 @@ inline void read_hf_config(Config& c, const std::string& folder) {
         fail("%s: model_type is %s, expected \"nsa\": it is no folder that export wrote", path.c_str(),
              type && type->kind == Json::String ? json_quote(type->text).c_str() : "missing");
     const Json* const words = root.find("tokenizer");
-    if (words && words->text == "bytes") require_embedding_of(path, root.integer("vocab_size", path), 256);
+    if (words && words->text == "bytes")
+        require_embedding_of(path, root.get("vocab_size", path).whole_number(path + ": vocab_size"), 256);
     read_config_json(c, path);
 }
 

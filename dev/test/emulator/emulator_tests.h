@@ -410,7 +410,7 @@ TEST(emulator_same_seed_same_schedule) {
     auto sum_of = [](uint64_t seed) {  // fp32 additions in the order of the blocks
         emu::seed(seed);
         DeviceArray<float> in(emulator_noises<float>(200)), out(std::vector<float>(1, 0.0f));
-        emu::machine.count.launches = 0;
+        emu::machine.launches = 0;
         launch<add_rows<NONE>>(200, 32, 0, nullptr, out.device, in.device, 1);
         emu::seed(0);
         return out.download()[0];

@@ -85,9 +85,9 @@ TEST(op_shapes) {
             s.full = true;
             CHECK_EQUAL(s.projected(), (s.H + 2 * s.G) * s.D);
             CHECK_EQUAL(s.cmp_capacity(), 0);
-            CHECK_EQUAL(s.slot_column(V_WIN), (s.H + s.G) * s.D);
+            CHECK_EQUAL(s.head_units(), s.H + 2 * s.G);
             s.full = false;
-            CHECK_EQUAL(s.slot_column(V_SLC), (s.H + 3 * s.G) * s.D);
+            CHECK_EQUAL(s.head_units(), s.H + 6 * s.G);
         }
 }
 
