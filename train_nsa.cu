@@ -66,44 +66,47 @@ using DeviceEngine = void;
 // ---------------------------------------------------------------------------------------------------------------------
 // Tensors. One list gives the struct its fields, and every tensor its name on disk, shape, initialisation and decay.
 //   TENSOR(field, name on disk, what it is)
+//   JOINED(name on disk, what it is)      follows the tensor before it without a gap; both are one field
 // A tensor is matrix_of(rows, columns) or vector_of(elements). lib/model/tensors.h says what may follow: with(the
-// values it begins with), padded_to(rows in memory), joined() to the tensor before it, of_nsa(), when(an option is on),
-// elementwise(). The projections to q, keys and values and the gate are joined into one matrix, for a single input GEMM
-// of the layer; so are the gains of --qk-norm.
+// values it begins with), padded_to(rows in memory), of_nsa(), when(an option is on), elementwise(). in_proj holds the
+// projections to q, to keys and values, and to the gate, so that a layer has a single input GEMM; head_gains holds the
+// gains of --qk-norm.
 
 // clang-format off
-#define LAYER_TENSORS(TENSOR)                                                                                          \
-    TENSOR(attn_norm,  "attn_norm.weight",       vector_of(C).with(INIT_ONE))                                          \
-    TENSOR(q_proj,     "attn.q_proj.weight",     matrix_of(H * D, C))                                                  \
-    TENSOR(k_cmp_proj, "attn.k_cmp_proj.weight", matrix_of(G * D, C).joined().of_nsa())                                \
-    TENSOR(v_cmp_proj, "attn.v_cmp_proj.weight", matrix_of(G * D, C).joined().of_nsa())                                \
-    TENSOR(k_slc_proj, "attn.k_slc_proj.weight", matrix_of(G * D, C).joined().of_nsa())                                \
-    TENSOR(v_slc_proj, "attn.v_slc_proj.weight", matrix_of(G * D, C).joined().of_nsa())                                \
-    TENSOR(k_win_proj, "attn.k_win_proj.weight", matrix_of(G * D, C).joined())                                         \
-    TENSOR(v_win_proj, "attn.v_win_proj.weight", matrix_of(G * D, C).joined())                                         \
-    TENSOR(gate_proj,  "attn.gate_proj.weight",                                                                        \
-           matrix_of(BRANCHES * H, C).padded_to(gate_columns).joined().of_nsa().elementwise())                         \
-    TENSOR(q_norm,     "attn.q_norm.weight",     vector_of(D).with(INIT_ONE).when(c.qk_norm))                          \
-    TENSOR(k_cmp_norm, "attn.k_cmp_norm.weight", vector_of(D).with(INIT_ONE).joined().of_nsa().when(c.qk_norm))        \
-    TENSOR(k_slc_norm, "attn.k_slc_norm.weight", vector_of(D).with(INIT_ONE).joined().of_nsa().when(c.qk_norm))        \
-    TENSOR(k_win_norm, "attn.k_win_norm.weight", vector_of(D).with(INIT_ONE).joined().when(c.qk_norm))                 \
-    TENSOR(phi_k_fc1,  "attn.phi_k.fc1.weight",  matrix_of(F, l * D).with(INIT_PHI).of_nsa())                          \
-    TENSOR(phi_k_bias, "attn.phi_k.fc1.bias",    vector_of(F).with(INIT_ZERO).of_nsa())                                \
-    TENSOR(phi_k_fc2,  "attn.phi_k.fc2.weight",  matrix_of(D, F).with(INIT_ZERO).of_nsa())                             \
-    TENSOR(phi_v_fc1,  "attn.phi_v.fc1.weight",  matrix_of(F, l * D).with(INIT_PHI).of_nsa())                          \
-    TENSOR(phi_v_bias, "attn.phi_v.fc1.bias",    vector_of(F).with(INIT_ZERO).of_nsa())                                \
-    TENSOR(phi_v_fc2,  "attn.phi_v.fc2.weight",  matrix_of(D, F).with(INIT_ZERO).of_nsa())                             \
-    TENSOR(o_proj,     "attn.o_proj.weight",     matrix_of(C, H * D).with(residual))                                   \
-    TENSOR(mlp_norm,   "mlp_norm.weight",        vector_of(C).with(INIT_ONE))                                          \
-    TENSOR(mlp_fc1,    "mlp.fc1.weight",         matrix_of(M, C))                                                      \
+#define LAYER_TENSORS(TENSOR, JOINED)                                                                                 \
+    TENSOR(attn_norm,  "attn_norm.weight",       vector_of(C).with(INIT_ONE))                                         \
+    TENSOR(in_proj,    "attn.q_proj.weight",     matrix_of(H * D, C))                                                 \
+    JOINED(            "attn.k_cmp_proj.weight", matrix_of(G * D, C).of_nsa())                                        \
+    JOINED(            "attn.v_cmp_proj.weight", matrix_of(G * D, C).of_nsa())                                        \
+    JOINED(            "attn.k_slc_proj.weight", matrix_of(G * D, C).of_nsa())                                        \
+    JOINED(            "attn.v_slc_proj.weight", matrix_of(G * D, C).of_nsa())                                        \
+    JOINED(            "attn.k_win_proj.weight", matrix_of(G * D, C))                                                 \
+    JOINED(            "attn.v_win_proj.weight", matrix_of(G * D, C))                                                 \
+    JOINED(            "attn.gate_proj.weight",                                                                       \
+           matrix_of(BRANCHES * H, C).padded_to(gate_columns).of_nsa().elementwise())                                 \
+    TENSOR(head_gains, "attn.q_norm.weight",     vector_of(D).with(INIT_ONE).when(c.qk_norm))                         \
+    JOINED(            "attn.k_cmp_norm.weight", vector_of(D).with(INIT_ONE).of_nsa().when(c.qk_norm))                \
+    JOINED(            "attn.k_slc_norm.weight", vector_of(D).with(INIT_ONE).of_nsa().when(c.qk_norm))                \
+    JOINED(            "attn.k_win_norm.weight", vector_of(D).with(INIT_ONE).when(c.qk_norm))                         \
+    TENSOR(phi_k_fc1,  "attn.phi_k.fc1.weight",  matrix_of(F, l * D).with(INIT_PHI).of_nsa())                         \
+    TENSOR(phi_k_bias, "attn.phi_k.fc1.bias",    vector_of(F).with(INIT_ZERO).of_nsa())                               \
+    TENSOR(phi_k_fc2,  "attn.phi_k.fc2.weight",  matrix_of(D, F).with(INIT_ZERO).of_nsa())                            \
+    TENSOR(phi_v_fc1,  "attn.phi_v.fc1.weight",  matrix_of(F, l * D).with(INIT_PHI).of_nsa())                         \
+    TENSOR(phi_v_bias, "attn.phi_v.fc1.bias",    vector_of(F).with(INIT_ZERO).of_nsa())                               \
+    TENSOR(phi_v_fc2,  "attn.phi_v.fc2.weight",  matrix_of(D, F).with(INIT_ZERO).of_nsa())                            \
+    TENSOR(o_proj,     "attn.o_proj.weight",     matrix_of(C, H * D).with(residual))                                  \
+    TENSOR(mlp_norm,   "mlp_norm.weight",        vector_of(C).with(INIT_ONE))                                         \
+    TENSOR(mlp_fc1,    "mlp.fc1.weight",         matrix_of(M, C))                                                     \
     TENSOR(mlp_fc2,    "mlp.fc2.weight",         matrix_of(C, M).with(residual))
 // clang-format on
 
 template <class T>
 struct LayerWeights {
 #define FIELD(field, ...) T* field = nullptr;
-    LAYER_TENSORS(FIELD)
+#define NO_FIELD(...)
+    LAYER_TENSORS(FIELD, NO_FIELD)
 #undef FIELD
+#undef NO_FIELD
     PhisOf<T> phis() const { return {{phi_k_fc1, phi_k_bias, phi_k_fc2}, {phi_v_fc1, phi_v_bias, phi_v_fc2}}; }
 };
 
@@ -130,11 +133,13 @@ struct TensorTable : TensorList {
         if (c.smear) add("smear.gate.weight", vector_of(C).with(INIT_ZERO));
         if (c.smear) add("smear.scale.weight", vector_of(C).with(INIT_ZERO_TWO));
         for (int64_t i = 0; i < c.layers; i++) {
-#define ADD(field, on_disk, form)                                                     \
-    if (form.is_there && (!form.only_nsa || s.kind_of_layer(size_t(i)) == NSA_LAYER)) \
+#define ADD(field, on_disk, form)                                                         \
+    if ((form).is_there && (!(form).only_nsa || s.kind_of_layer(size_t(i)) == NSA_LAYER)) \
         add(name_in_layer(i, on_disk), form);
-            LAYER_TENSORS(ADD)
+#define ADD_JOINED(on_disk, form) ADD(, on_disk, (form).joined())
+            LAYER_TENSORS(ADD, ADD_JOINED)
 #undef ADD
+#undef ADD_JOINED
         }
         add("norm.weight", vector_of(C).with(INIT_ONE));
         if (untied)
@@ -155,8 +160,11 @@ struct TensorTable : TensorList {
         for (int64_t layer = 0; layer < c.layers; layer++) {
 #define POINT(field, on_disk, form) \
     if (specs[i].name == name_in_layer(layer, on_disk)) w.layer[size_t(layer)].field = flat + specs[i++].offset;
-            LAYER_TENSORS(POINT)
+#define PASS_OVER(on_disk, form) \
+    if (specs[i].name == name_in_layer(layer, on_disk)) i++;
+            LAYER_TENSORS(POINT, PASS_OVER)
 #undef POINT
+#undef PASS_OVER
         }
         w.norm = flat + specs[i++].offset;
         w.head = i < specs.size() ? flat + specs[i].offset : w.embed;
@@ -292,54 +300,55 @@ struct Model {
 //   2  only the layer's input and small statistics, which `training` always keeps
 // All layers share one buffer for what they do not keep. The backward pass computes it again, to the same bits.
 // The buffers of a layer. `cached`: what is costly, or a cache of decoding.
-//   BUFFER(type, field, count(elements), kept(does each layer keep its own, or do all use the first one's?), name)
+//   BUFFER(type, field, elements, does each layer keep its own, or do all use the first one's?, name)
+// The lists speak of the numbers that place_buffers() begins with.
 // The name gives the shape in training, where queries = T and N = B*queries. A layer of NSA has BRANCHES branches,
 // indexed by Branch, and HEAD_SLOTS keys and values, indexed by HeadSlot; others have only those of the window. So each
 // layer's own buffers are as large as its attention needs, and those that all share as large as any of them needs.
 // projected is the input projection, and in the backward pass its gradient.
 // clang-format off
-#define LAYER_BUFFERS(BUFFER)                                                                                         \
-    BUFFER(real, kv,                count(kv_rows * 2 * D), kept(heads), "keys and values (3, B, G, T, 2*D)")         \
-    BUFFER(real, compressed,        count(cmp_rows * 2 * D), kept(cached), "compressed (B, G, NC, 2*D)")              \
-    BUFFER(Stat, gate,              count(gates), kept(training), "gate (3, B, H, T)")                                \
-    BUFFER(uint32_t, selection,     count(selections * words), kept(training), "selection (B, G, T, words)")          \
-    BUFFER(Stat, chosen_importance, count(selections), kept(training), "chosen importance (B, G, T)")                 \
-    BUFFER(Stat, attn_rstd,         count(N), kept(costly), "attn_rstd (N)")                                          \
-    BUFFER(real, q,                 count(N * s.H * D), kept(costly && heads), "q (B, H, T, D)")                      \
-    BUFFER(real, projected,         count(N * s.projected()), kept(!heads && costly), "projected (N, P)")             \
-    BUFFER(real, phi_hidden,        count(2 * cmp_rows * s.F), kept(costly), "phi_hidden (2, B, G, NC, F)")           \
-    BUFFER(real, o,                 count(branch_rows * D), kept(costly), "branch outputs (3, B, H, T, D)")           \
-    BUFFER(Stat, lse,               count(branch_rows), kept(costly), "lse (3, B, H, T)")                             \
-    BUFFER(real, x_mid,             count(N * C), kept(costly), "x_mid (N, C)")                                       \
-    BUFFER(Stat, mlp_rstd,          count(N), kept(costly), "mlp_rstd (N)")                                           \
-    BUFFER(real, fc1,               count(N * M), kept(costly), "fc1 (N, M)")                                         \
-    BUFFER(real, attn_normed,       count(N * C), kept(cheap), "attn_normed (N, C)")                                  \
-    BUFFER(real, attn,              count(N * s.H * D), kept(cheap), "attn (N, H*D)")                                 \
-    BUFFER(real, mlp_normed,        count(N * C), kept(cheap), "mlp_normed (N, C)")                                   \
-    BUFFER(real, act,               count(N * M), kept(cheap), "act (N, M)")
+#define LAYER_BUFFERS(BUFFER)                                                                                      \
+    BUFFER(real,     kv,                kv_rows * 2 * D,    heads,            "keys and values (3, B, G, T, 2*D)") \
+    BUFFER(real,     compressed,        cmp_rows * 2 * D,   cached,           "compressed (B, G, NC, 2*D)")        \
+    BUFFER(Stat,     gate,              gates,              training,         "gate (3, B, H, T)")                 \
+    BUFFER(uint32_t, selection,         selections * words, training,         "selection (B, G, T, words)")        \
+    BUFFER(Stat,     chosen_importance, selections,         training,         "chosen importance (B, G, T)")       \
+    BUFFER(Stat,     attn_rstd,         N,                  costly,           "attn_rstd (N)")                     \
+    BUFFER(real,     q,                 N * s.H * D,        costly && heads,  "q (B, H, T, D)")                    \
+    BUFFER(real,     projected,         N * s.projected(),  !heads && costly, "projected (N, P)")                  \
+    BUFFER(real,     phi_hidden,        2 * cmp_rows * s.F, costly,           "phi_hidden (2, B, G, NC, F)")       \
+    BUFFER(real,     o,                 branch_rows * D,    costly,           "branch outputs (3, B, H, T, D)")    \
+    BUFFER(Stat,     lse,               branch_rows,        costly,           "lse (3, B, H, T)")                  \
+    BUFFER(real,     x_mid,             N * C,              costly,           "x_mid (N, C)")                      \
+    BUFFER(Stat,     mlp_rstd,          N,                  costly,           "mlp_rstd (N)")                      \
+    BUFFER(real,     fc1,               N * M,              costly,           "fc1 (N, M)")                        \
+    BUFFER(real,     attn_normed,       N * C,              cheap,            "attn_normed (N, C)")                \
+    BUFFER(real,     attn,              N * s.H * D,        cheap,            "attn (N, H*D)")                     \
+    BUFFER(real,     mlp_normed,        N * C,              cheap,            "mlp_normed (N, C)")                 \
+    BUFFER(real,     act,               N * M,              cheap,            "act (N, M)")
 
 // The buffers that all layers share.
-//   BUFFER(type, field, count(elements), there(does this mode need it?), name)
+//   BUFFER(type, field, elements, does this mode need it?, name)
 // x_out is the last residual stream, and normed its norm. The logits cover one chunk of rows, so that no N x V array
 // ever exists.
-#define SHARED_BUFFERS(BUFFER)                                                                             \
-    BUFFER(int32_t, tokens,   count(size_t(s.B) * s.T), there(true), "tokens (B, T)")                      \
-    BUFFER(int32_t, targets,  count(N), there(true), "targets (N)")                                        \
-    BUFFER(Stat, losses,      count(N), there(true), "losses (N)")                                         \
-    BUFFER(real, x_out,       count(N * C), there(true), "x_out (N, C)")                                   \
-    BUFFER(real, normed,      count(N * C), there(true), "normed (N, C)")                                  \
-    BUFFER(Stat, rstd,        count(N), there(true), "rstd (N)")                                           \
-    BUFFER(real, logits,      count(size_t(logit_rows * Vp)), there(true), "logits (rows, Vp)")            \
-    BUFFER(real, dx,          count(N * C), there(training), "dx (N, C)")                                  \
-    BUFFER(real, dnormed,     count(N * C), there(training), "dnormed (N, C)")                             \
-    BUFFER(real, dattn,       count(N * s.H * D), there(training), "dattn (N, H*D)")                       \
-    BUFFER(real, dmlp,        count(N * M), there(training), "dmlp (N, M)")                                \
-    BUFFER(Stat, dq,          count(N * s.H * D), there(training && dev.wants_dq(s)), "dq (B, H, T, D)")   \
-    BUFFER(real, dkv,         count(kv_rows * 2 * D), there(training), "dkv (3, B, G, T, 2*D)")            \
-    BUFFER(Stat, dgate,       count(gates), there(training), "dgate (3, B, H, T)")                         \
-    BUFFER(real, dcompressed, count(cmp_rows * 2 * D), there(training), "dcompressed (B, G, NC, 2*D)")     \
-    BUFFER(Stat, row_dot,     count(branch_rows), there(training), "row_dot (3, B, H, T)")                 \
-    BUFFER(Stat, lse_gated,   count(branch_rows), there(training), "lse_gated (3, B, H, T)")
+#define SHARED_BUFFERS(BUFFER)                                                                                        \
+    BUFFER(int32_t, tokens,      size_t(s.B) * s.T,       true,                        "tokens (B, T)")               \
+    BUFFER(int32_t, targets,     N,                       true,                        "targets (N)")                 \
+    BUFFER(Stat,    losses,      N,                       true,                        "losses (N)")                  \
+    BUFFER(real,    x_out,       N * C,                   true,                        "x_out (N, C)")                \
+    BUFFER(real,    normed,      N * C,                   true,                        "normed (N, C)")               \
+    BUFFER(Stat,    rstd,        N,                       true,                        "rstd (N)")                    \
+    BUFFER(real,    logits,      size_t(logit_rows * Vp), true,                        "logits (rows, Vp)")           \
+    BUFFER(real,    dx,          N * C,                   training,                    "dx (N, C)")                   \
+    BUFFER(real,    dnormed,     N * C,                   training,                    "dnormed (N, C)")              \
+    BUFFER(real,    dattn,       N * s.H * D,             training,                    "dattn (N, H*D)")              \
+    BUFFER(real,    dmlp,        N * M,                   training,                    "dmlp (N, M)")                 \
+    BUFFER(Stat,    dq,          N * s.H * D,             training && dev.wants_dq(s), "dq (B, H, T, D)")             \
+    BUFFER(real,    dkv,         kv_rows * 2 * D,         training,                    "dkv (3, B, G, T, 2*D)")       \
+    BUFFER(Stat,    dgate,       gates,                   training,                    "dgate (3, B, H, T)")          \
+    BUFFER(real,    dcompressed, cmp_rows * 2 * D,        training,                    "dcompressed (B, G, NC, 2*D)") \
+    BUFFER(Stat,    row_dot,     branch_rows,             training,                    "row_dot (3, B, H, T)")        \
+    BUFFER(Stat,    lse_gated,   branch_rows,             training,                    "lse_gated (3, B, H, T)")
 // clang-format on
 
 template <class Dev>
@@ -431,14 +440,10 @@ struct Activations {
         const bool costly = training && recompute < 2, cheap = training && recompute < 1, cached = costly || !training;
         // With --qk-norm the layers keep the projection, which the backward pass needs, and split it again.
         const bool heads = cached && !(training && s.qk_norm);
-        // These words only tell the reader of the lists what each argument means.
-        const auto count = [](size_t elements) { return elements; };
-        const auto kept = [](bool by_each_layer) { return by_each_layer; };
-        const auto there = [](bool at_all) { return at_all; };
 #define PLACE(type, field, elements, is_there, name) \
-    if (!acts && is_there) arena.take(field, name, elements);
-#define PLACE_IN_LAYER(type, field, elements, is_kept, name)             \
-    if (acts && is_kept == own) arena.take(acts->field, name, elements); \
+    if (!acts && (is_there)) arena.take(field, name, elements);
+#define PLACE_IN_LAYER(type, field, elements, is_kept, name)               \
+    if (acts && (is_kept) == own) arena.take(acts->field, name, elements); \
     else if (acts && own) acts->field = layer[0].field;
         LAYER_BUFFERS(PLACE_IN_LAYER)
         SHARED_BUFFERS(PLACE)
@@ -463,8 +468,8 @@ void forward_layer(const Model<Dev>& model, Activations<Dev>& a, size_t i, const
     const auto h = a.heads(acts, s);
     const ProfileRange range = model.enter("forward", int64_t(i));
     dev.rmsnorm_forward(acts.attn_normed, acts.attn_rstd, acts.x, w.attn_norm, N, C);
-    dev.matmul_forward(acts.projected, acts.attn_normed, w.q_proj, nullptr, N, C, s.projected());  // and all joined
-    dev.split_heads_forward(h, acts.projected, w.q_norm, s);
+    dev.matmul_forward(acts.projected, acts.attn_normed, w.in_proj, nullptr, N, C, s.projected());
+    dev.split_heads_forward(h, acts.projected, w.head_gains, s);
     if (!s.full) {
         dev.compress_forward(acts.compressed, acts.phi_hidden, h.kv[K_CMP], h.kv[V_CMP], w.phis(), s);
         dev.attend_and_select(acts.o, acts.lse, again ? nullptr : acts.selection,
@@ -575,7 +580,7 @@ void recompute_layer(Model<Dev>& model, Activations<Dev>& a, size_t i) {
     const NsaShape s = a.shape.of_layer(i);
     const int N = s.B * s.T, C = int(a.C);
     if (a.recompute == 2) return forward_layer(model, a, i, s, true);
-    if (s.qk_norm) dev.split_heads_forward(a.heads(acts, s), acts.projected, w.q_norm, s);
+    if (s.qk_norm) dev.split_heads_forward(a.heads(acts, s), acts.projected, w.head_gains, s);
     if (a.recompute == 0) return;
     dev.rmsnorm_forward(acts.attn_normed, acts.attn_rstd, acts.x, w.attn_norm, N, C);
     dev.combine_forward(acts.attn, acts.o, acts.gate, s);
@@ -645,9 +650,9 @@ void backward_layer(Model<Dev>& model, Activations<Dev>& a, size_t i) {
     dev.matmul_backward_input(a.dattn, a.dx, w.o_proj, N, HD, C);
     backward_branches(model, a, i);
     // heads = split(attn_normed [q; k; v; gate]^T)
-    dev.split_heads_backward(acts.projected, dw.q_norm, a.head_gradients(s), w.q_norm, s);
-    dev.matmul_backward_weight(dw.q_proj, acts.projected, acts.attn_normed, N, C, P);
-    dev.matmul_backward_input(a.dnormed, acts.projected, w.q_proj, N, C, P);
+    dev.split_heads_backward(acts.projected, dw.head_gains, a.head_gradients(s), w.head_gains, s);
+    dev.matmul_backward_weight(dw.in_proj, acts.projected, acts.attn_normed, N, C, P);
+    dev.matmul_backward_input(a.dnormed, acts.projected, w.in_proj, N, C, P);
     // attn_normed = rmsnorm(x)
     dev.rmsnorm_backward(a.dx, dw.attn_norm, a.dnormed, acts.x, acts.attn_rstd, w.attn_norm, N, C);
 }
@@ -921,8 +926,10 @@ void accumulate_gradients(Model<Dev>& model, Activations<Dev>& a, DataLoader& lo
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The run. On a GPU the host stays one step ahead: it reports a step while the GPU computes the next one, and waits for
-// the GPU only to read statistics.
+// The run. On a GPU the host stays one step ahead (Dev::steps_ahead), and waits for the GPU only to read statistics:
+//   launch_step()   gives the GPU step n+1; what is known of it goes to the back of `pending`, and its results are sent
+//   report_step()   takes step n from the front of `pending`, waits for its results and reports it
+// Both steps need their squares of gradients, so the model has two arrays of these, for odd and for even steps.
 
 template <class Dev>
 struct Run {

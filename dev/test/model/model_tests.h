@@ -600,7 +600,8 @@ static void check_window_alone(const std::string& window, const std::string& att
     }
     // The gate sees rmsnorm(x): make its logit constant by giving one residual channel a known value in every token and
     // layer.
-    const size_t C = size_t(nsa.config.dim), H = size_t(nsa.config.heads);
+    const size_t C = size_t(nsa.config.dim), H = size_t(nsa.config.heads), G = size_t(nsa.config.kv_groups);
+    const size_t rows_before_gate = (H + HEAD_SLOTS * G) * size_t(nsa.config.head_dim);
     for (auto* t : {&nsa, &full}) {
         for (size_t v = 0; v < 256; v++) t->model.w.embed[v * C] = 30;  // channel 0 dominates every row ...
         for (auto& layer : t->model.w.layer) {
@@ -613,7 +614,7 @@ static void check_window_alone(const std::string& window, const std::string& att
     for (auto& layer : nsa.model.w.layer)
         for (size_t head = 0; head < H; head++)
             for (size_t branch = 0; branch < 3; branch++) {
-                double* row = layer.gate_proj + (3 * head + branch) * C;
+                double* row = layer.in_proj + (rows_before_gate + 3 * head + branch) * C;
                 std::fill_n(row, C, 0.0);
                 row[0] = branch == WIN ? 8 : -8;  // times the normed channel, about 6 to 7
             }
