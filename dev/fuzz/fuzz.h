@@ -1,5 +1,5 @@
-// fuzz.h: what the fuzz targets share. Each target hands libFuzzer's bytes to one reader. The reader may refuse them
-// with an Error; everything else is a finding: a crash, a report of AddressSanitizer or UBSan, a leak, more than a
+// fuzz.h: what the targets of fuzz.cpp share. Each target hands libFuzzer's bytes to one reader. The reader may refuse
+// them with an Error; everything else is a finding: a crash, a report of AddressSanitizer or UBSan, a leak, more than a
 // second of processor time, an Error that is not one printable line of bounded length, any other exception, memory out
 // of proportion to the input, or accepted bytes that read differently once they are written again. dev/fuzz/Makefile
 // builds and runs the targets.
@@ -13,7 +13,6 @@
 #include <vector>
 
 #include <fcntl.h>
-#include <sanitizer/allocator_interface.h>
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -22,10 +21,15 @@
 
 #include "../../lib/base/files.h"
 
-// The inputs that a target starts from: small valid files, written by the project's own code where it can.
-std::vector<std::string> seeds();
-// One execution.
-void fuzz_one(const std::string& input);
+struct Target {
+    const char* name;
+    // The inputs that it starts from: small valid files, written by the project's own code where it can.
+    std::vector<std::string> (*seeds)();
+    // One execution.
+    void (*run)(const std::string& input);
+};
+extern const std::vector<Target> TARGETS;
+inline const Target* target = nullptr;
 
 // A finding: libFuzzer saves the input.
 [[noreturn]] __attribute__((format(printf, 1, 2))) inline void finding(const char* format, ...) {
@@ -135,6 +139,11 @@ struct MemoryFolder {
 
 // ---------------------------------------------------------------------------------------------------------------------
 
+// Of AddressSanitizer, declared here so that any compiler reads this file.
+extern "C" int __sanitizer_install_malloc_and_free_hooks(void (*)(const volatile void*, size_t),
+                                                         void (*)(const volatile void*));
+extern "C" size_t __sanitizer_get_allocated_size(const volatile void*);
+
 static void count_allocation(const volatile void*, size_t bytes) {
     Allocations& a = allocations();
     a.live += int64_t(bytes);
@@ -155,12 +164,17 @@ static void on_processor_time(int) {
     std::abort();
 }
 
-// With FUZZ_SEEDS=FOLDER in the environment, the program writes its seeds there and exits.
+// FUZZ_TARGET=NAME in the environment chooses the target; with FUZZ_SEEDS=FOLDER the program writes its seeds there and
+// exits.
 extern "C" int LLVMFuzzerInitialize(int*, char***) {
+    const char* name = std::getenv("FUZZ_TARGET");
+    for (const Target& one : TARGETS)
+        if (name && !std::strcmp(name, one.name)) target = &one;
+    if (!target) finding("FUZZ_TARGET is %s, which is no target", name ? name : "not set");
     if (const char* folder = std::getenv("FUZZ_SEEDS")) {
         make_folders(folder);
         int number = 0;
-        for (const std::string& seed : seeds()) {
+        for (const std::string& seed : target->seeds()) {
             std::ofstream out(format_text("%s/seed_%03d", folder, number++), std::ios::binary);
             out.write(seed.data(), std::streamsize(seed.size()));
         }
@@ -174,7 +188,7 @@ extern "C" int LLVMFuzzerInitialize(int*, char***) {
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     limit_processor_time(1);
-    fuzz_one(std::string(reinterpret_cast<const char*>(data), size));
+    target->run(std::string(reinterpret_cast<const char*>(data), size));
     limit_processor_time(0);
     return 0;
 }

@@ -1,0 +1,649 @@
+// fuzz.cpp: readers of files on any bytes, one target each; FUZZ_TARGET in the environment names it. dev/fuzz/Makefile
+// builds and runs them; fuzz.h says what a finding is.
+#define NSA_WITHOUT_MAIN
+#include "../../train_nsa.cu"
+#include "fuzz.h"
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Parse_json on any text. Accepted text is written again, and must read the same.
+namespace json_target {
+
+static std::vector<std::string> seeds() {
+    return {"{\"a\": [1, -0.5e3, true, false, null], \"b\": {\"c\": \"\\u00e9\\ud83d\\ude00\\n\\\"\\\\\\/\"}}",
+            "[]",
+            "{}",
+            "-12345678901234567890",
+            "9223372036854775807",
+            "[[[[[[0]]]]]]",
+            "\"\xC3\xA9\xE4\xB8\xAD\xF0\x9F\x98\x80\"",
+            " \t\r\n1.25E-7 ",
+            "{\"\": 0, \" \": \"\"}",
+            "1e400",
+            "-9223372036854775808"};
+}
+
+static std::string written(const Json& v) {
+    std::string out;
+    switch (v.kind) {
+        case Json::Null: return "null";
+        case Json::Bool: return v.is_true ? "true" : "false";
+        case Json::Number: return v.is_integer ? std::to_string(v.integer_value) : format_text("%.17e", v.number_value);
+        case Json::String: return json_quote(v.text);
+        case Json::Array:
+            for (const Json& item : v.items) out += (out.empty() ? "" : ",") + written(item);
+            return "[" + out + "]";
+        case Json::Object:
+            for (size_t i = 0; i < v.items.size(); i++)
+                out += (i ? "," : "") + json_quote(v.keys[i]) + ":" + written(v.items[i]);
+            return "{" + out + "}";
+    }
+    return out;
+}
+
+static bool same(const Json& a, const Json& b) {
+    if (a.kind != b.kind || a.is_true != b.is_true || a.text != b.text || a.keys != b.keys ||
+        a.items.size() != b.items.size())
+        return false;
+    if (a.number_value != b.number_value || a.integer_value != b.integer_value) return false;
+    for (size_t i = 0; i < a.items.size(); i++)
+        if (!same(a.items[i], b.items[i])) return false;
+    return true;
+}
+
+// What callers ask of a value; each question must end in an answer or an Error.
+static void ask(const Json& v, const std::string& where) {
+    for (const std::string& key : v.keys) EXPECT(v.find(key));
+    refusal([&] { v.integer(where); });
+    refusal([&] { v.string("text", where); });
+    refusal([&] { v.array(where); });
+    for (const std::string& key : v.keys) refusal([&] { v.number(key, where); });
+}
+
+static void fuzz_one(const std::string& input) {
+    const std::string where = "file.json";
+    Json value;
+    {
+        // a digit and its comma take two bytes of text and 112 of memory, and twice that while an array grows
+        MemoryLimit limit(input.size(), 8 << 10, 400);
+        if (!accepts([&] { value = parse_json(input, where); })) return;
+    }
+    ask(value, where);
+    EXPECT(same(parse_json(written(value), where), value));
+    EXPECT(parse_json(json_quote(input), where).text.empty() == input.empty());  // quoting makes any bytes valid
+}
+
+}  // namespace json_target
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Opens the input as a safetensors file, reads every element of every tensor, and writes it again.
+namespace safetensors_target {
+
+static const MemoryFile file, again;
+
+static std::string file_of(const std::string& header, const std::string& data) {
+    const uint64_t length = header.size();
+    return std::string(reinterpret_cast<const char*>(&length), 8) + header + data;
+}
+
+static std::vector<std::string> seeds() {
+    const std::vector<float> x = {1, 2, 3, 4, 5, 6};
+    write_safetensors(again.path, {{"config", "{\"a\": 1}"}},
+                      {tensor_view("w", {2, 3}, x.data()), tensor_view("b", {1}, x.data())});
+    const std::string written = read_file(again.path);
+    return {written,
+            file_of("{}", ""),
+            file_of("{\"t\":{\"dtype\":\"U8\",\"shape\":[],\"data_offsets\":[0,1]}}", "x"),
+            file_of("{\"t\":{\"dtype\":\"F64\",\"shape\":[0,7],\"data_offsets\":[0,0]},\"u\":{\"dtype\":\"I16\","
+                    "\"shape\":[1,1,2],\"data_offsets\":[0,4]}}",
+                    "abcd"),
+            file_of("{\"a\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]},\"b\":{\"dtype\":\"F32\",\"shape\":"
+                    "[1],\"data_offsets\":[1,5]}}",
+                    "abcde"),
+            file_of("{\"t\":{\"dtype\":\"F32\",\"shape\":[4611686018427387904,4],\"data_offsets\":[0,0]}}", ""),
+            std::string(8, '\xFF') + "{}"};
+}
+
+template <class T>
+static double sum(const TensorView& t) {
+    double total = 0;
+    const T* x = static_cast<const T*>(t.data);
+    for (int64_t i = 0; i < t.elements(); i++) total += double(x[i]);
+    return total;
+}
+
+static volatile double sink;
+
+static void fuzz_one(const std::string& input) {
+    const std::string& path = file.fill(input);
+    std::unique_ptr<SafeTensors> read;
+    {
+        MemoryLimit limit(input.size(), 16 << 10, 400);  // as for JSON
+        if (!accepts([&] { read = std::make_unique<SafeTensors>(path); })) return;
+    }
+    uint64_t bytes = 0;
+    for (const TensorView& t : read->tensors) {
+        EXPECT(t.bytes == uint64_t(t.elements()) * uint64_t(safetensors_dtype_bytes(t.dtype)));
+        EXPECT(&read->get(t.name, t.dtype, t.shape) == &t);
+        refusal([&] { read->get(t.name, "F32", {2, 3}); });
+        bytes += t.bytes;
+        if (t.dtype == "F64") sink = sum<double>(t);
+        else if (t.dtype == "F32") sink = sum<float>(t);
+        else if (t.bytes / uint64_t(safetensors_dtype_bytes(t.dtype)) == t.bytes) sink = sum<uint8_t>(t);
+        else if (safetensors_dtype_bytes(t.dtype) == 2) sink = sum<uint16_t>(t);
+        else if (safetensors_dtype_bytes(t.dtype) == 4) sink = sum<int32_t>(t);
+        else sink = sum<int64_t>(t);
+    }
+    EXPECT(bytes <= input.size());
+    refusal([&] { read->get("w", "F32", {2, 3}); });
+
+    std::vector<std::pair<std::string, std::string>> metadata(read->metadata.begin(), read->metadata.end());
+    std::vector<TensorView> in_order = read->tensors;  // of their data: the writer keeps the order it is given
+    std::stable_sort(in_order.begin(), in_order.end(), [](const TensorView& a, const TensorView& b) {
+        return a.data < b.data || (a.data == b.data && a.bytes < b.bytes);
+    });
+    write_safetensors(again.path, metadata, in_order);
+    std::unique_ptr<SafeTensors> second;
+    const std::string refused = refusal([&] { second = std::make_unique<SafeTensors>(again.path); });
+    if (!refused.empty()) finding("accepted, written again, and then refused: %s", refused.c_str());
+    EXPECT(second->metadata == read->metadata && second->tensors.size() == in_order.size());
+    for (size_t i = 0; i < in_order.size(); i++) {
+        const TensorView &a = in_order[i], &b = second->tensors[i];
+        EXPECT(a.name == b.name && a.dtype == b.dtype && a.shape == b.shape && a.bytes == b.bytes &&
+               (a.bytes == 0 || !std::memcmp(a.data, b.data, a.bytes)));
+    }
+}
+
+}  // namespace safetensors_target
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The input as a checkpoint's manifest.json. Unless its first byte is 0, its checksum is made right first, so that
+// the rest is read. Names stay in the folder, and an accepted manifest reads the same once it is written again.
+namespace manifest_target {
+
+static std::vector<std::string> seeds() {
+    const std::string whole = manifest_text(1000,
+                                            {{"model.safetensors", 30848, 0xe3069283},
+                                             {"config.json", 300, 7},
+                                             {"optimizer_00000-of-00002.safetensors", 1, 0}},
+                                            "{\"seed\": \"1\", \"x\": [1, 2.5]}");
+    const auto before = [](const std::string& text) {
+        return text.substr(0, text.size() - manifest_ending("").size());
+    };
+    return {std::string(1, '\0') + whole, " " + before(whole), " " + before(manifest_text(0, {}, "{}")),
+            " " + before(manifest_text(1, {{"../a", 1, 1}}, "{}")),
+            " " + before(manifest_text(1, {{"a", 1, 1}, {"a", 1, 1}}, "{}"))};
+}
+
+static void fuzz_one(const std::string& input) {
+    static MemoryFolder folder;
+    if (input.empty()) return;
+    std::string text = input.substr(1);
+    if (input[0] != '\0') text += manifest_ending(text);
+    folder.fill("manifest.json", text);
+    Manifest manifest;
+    {
+        MemoryLimit limit(text.size(), 32 << 10, 400);
+        if (!accepts([&] { manifest = read_manifest(folder.path); })) return;
+    }
+    for (const FileRecord& file : manifest.files) {
+        EXPECT(!file.name.empty() && file.name != "." && file.name != ".." && file.name.find('/') == std::string::npos);
+        EXPECT(folder_of(folder.path + "/" + file.name) == folder.path);
+        EXPECT(!accepts([&] { verify_file(folder.path, file); }));  // none of them exists
+    }
+    EXPECT(accepts([&] { verify_checkpoint(folder.path); }) == manifest.files.empty());
+    const Manifest second = parse_manifest(manifest_text(manifest.step, manifest.files, manifest.state_text), "again");
+    EXPECT(second.step == manifest.step && second.state_text == manifest.state_text &&
+           second.files.size() == manifest.files.size());
+    for (size_t i = 0; i < second.files.size(); i++)
+        EXPECT(second.files[i].name == manifest.files[i].name && second.files[i].size == manifest.files[i].size &&
+               second.files[i].crc32c == manifest.files[i].crc32c);
+}
+
+}  // namespace manifest_target
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The input as a checkpoint's config.json. Accepted values are in the ranges of the options, and read the same once
+// they are written again.
+namespace config_target {
+
+static const MemoryFile file, again;
+
+static Config preset(const std::vector<const char*>& words) {
+    std::vector<const char*> argv = {"train_nsa"};
+    argv.insert(argv.end(), words.begin(), words.end());
+    std::set<std::string> given;
+    Config c = parse_options(int(argv.size()), argv.data(), given);
+    apply_preset(c, given);
+    return c;
+}
+
+static std::vector<std::string> seeds() {
+    const std::string tiny = config_json(preset({})),
+                      large = config_json(preset({"--model", "125m", "--attention", "full"}));
+    std::string other = tiny;
+    other.replace(other.find("128"), 3, "1e2");
+    return {tiny, large, other, "{\"architecture\": \"nsa\"}", "{}"};
+}
+
+static void fuzz_one(const std::string& input) {
+    Config c;
+    {
+        const std::string& path = file.fill(input);
+        MemoryLimit limit(input.size(), 64 << 10, 400);
+        if (!accepts([&] { read_config_json(c, path); })) return;
+    }
+    for (const Option& o : OPTIONS) {
+        if (!(o.traits & OF_MODEL) || !o.integer) continue;
+        EXPECT(double(c.*o.integer) >= o.low && double(c.*o.integer) <= o.high);
+    }
+    EXPECT(!layer_kinds(c.attention).empty());
+    Config second;
+    EXPECT(accepts([&] { read_config_json(second, again.fill(config_json(c))); }));
+    EXPECT(config_json(second) == config_json(c));
+    if (c.layers > 20) return;  // the table's time and memory grow with the layers
+    const TensorTable table(c);
+    EXPECT(table.parameters > 0 && table.total >= size_t(table.parameters));
+}
+
+}  // namespace config_target
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Opens the input as a token shard and reads every sample of an epoch. The first byte of the input chooses the
+// sequence length, the vocabulary and the shuffling; the rest is the file.
+namespace shards_target {
+
+static const MemoryFile file;
+
+static std::string shard(const std::vector<int32_t>& head, const std::vector<uint16_t>& tokens) {
+    std::string bytes(SHARD_HEADER_BYTES, '\0');
+    std::memcpy(&bytes[0], head.data(), 4 * head.size());
+    return bytes + std::string(reinterpret_cast<const char*>(tokens.data()), 2 * tokens.size());
+}
+
+static std::vector<std::string> seeds() {
+    const std::vector<uint16_t> tokens = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13};
+    return {"\x02" + shard({SHARD_MAGIC, 1, 13}, tokens),
+            "\x03" + shard({SHARD_MAGIC, 1, 13, 256}, tokens),
+            "\x83" + shard({SHARD_MAGIC, 1, 13, 50257}, tokens),
+            "\x81" + shard({SHARD_MAGIC, 1, 2}, {50256, 65535}),
+            "\x02" + shard({SHARD_MAGIC, 1, INT32_MAX}, tokens),
+            "\x02" + shard({20240801, 7, 13}, tokens),
+            "\x02PAR1abcPAR1",
+            "\x02some text\n",
+            "\x02\x1f\x8b",
+            "\x02"};
+}
+
+static void fuzz_one(const std::string& input) {
+    if (input.empty()) return;
+    LoaderOptions options;
+    options.seq_len = 1 + (input[0] & 15);
+    options.vocab_size = input[0] & 0x80 ? 50257 : 256;
+    options.shuffle = input[0] & 0x40;
+    const std::string bytes = input.substr(1);
+    const std::string& path = file.fill(bytes);
+    std::unique_ptr<DataLoader> loader;
+    {
+        MemoryLimit limit(bytes.size(), 16 << 10, 2);
+        if (!accepts([&] { loader = std::make_unique<DataLoader>(open_shards({path}), options); })) return;
+    }
+    EXPECT(loader->tokens() == (bytes.size() - SHARD_HEADER_BYTES) / 2);
+    const int T = options.seq_len, n = int(loader->samples_per_epoch());
+    EXPECT(n == int((loader->tokens() - 1) / uint64_t(T)));
+    const auto token = [&](size_t i) {
+        uint16_t t;
+        std::memcpy(&t, bytes.data() + SHARD_HEADER_BYTES + 2 * i, 2);
+        return t;
+    };
+    bool valid = true;  // all tokens that are in samples
+    for (int i = 0; i <= n * T; i++) valid = valid && token(size_t(i)) < options.vocab_size;
+    std::vector<int32_t> inputs(size_t(n) * size_t(T)), targets(inputs.size());
+    EXPECT(accepts([&] { loader->next_batch(inputs.data(), targets.data(), n); }) == valid);
+    if (!valid) return;
+    std::vector<bool> seen(size_t(n), false);
+    const LoaderState state = loader->state();
+    EXPECT(state.next_sample == uint64_t(n));
+    for (int b = 0; b < n; b++) {
+        int found = -1;  // samples with the same tokens are interchangeable
+        for (int s = 0; s < n && found < 0; s++) {
+            bool equal = !seen[size_t(s)];
+            for (int t = 0; t < T && equal; t++)
+                equal = inputs[size_t(b * T + t)] == token(size_t(s * T + t)) &&
+                        targets[size_t(b * T + t)] == token(size_t(s * T + t + 1));
+            if (equal) found = s;
+        }
+        EXPECT(found >= 0 && (options.shuffle || found <= b));
+        seen[size_t(found)] = true;
+    }
+    DataLoader second(open_shards({path}), options);
+    second.restore(state);
+    EXPECT(second.state().corpus == state.corpus && second.state().next_sample == state.next_sample);
+}
+
+}  // namespace shards_target
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The input as a .txt or .jsonl for the verb tokenize, read in blocks of a few bytes and in one block: tokens,
+// documents and errors must be the same, and the documents those of the input. The first byte chooses the kind of
+// file, the separator and the size of the blocks.
+namespace lines_target {
+
+static const MemoryFile file;
+
+static std::vector<std::string> seeds() {
+    return {
+        "\x01{\"text\": \"one\"}\n\n{\"id\": [1, {}], \"text\": \"two\\n\\u00e9\"}\r\n{\"text\": \"\"}\n{\"text\": "
+        "\"last\"}",
+        "\x03{\"text\": 5}\n",
+        "\x05{\"text\": \"a\"} x\n{\"nothing\": 0}",
+        "\x01\xEF\xBB\xBF{\"text\": \"\xC3\"}",
+        "\x02"
+        "a document\n\nanother one\n\n\n\nthird \xC3\xA9\xE4\xB8\xAD 12",
+        std::string("\x04"
+                    "abc\0def\0\0ghi",
+                    13),
+        "\x08words and  words\nfar apart",
+        "\x0Axyxyxyx"};
+}
+
+struct Outcome {
+    std::vector<uint16_t> tokens;
+    std::vector<uint64_t> documents;
+    uint64_t text_bytes = 0, file_bytes = 0;
+    std::string error;
+};
+
+static Outcome outcome(const std::string& path, bool jsonl, const std::string& separator, size_t block_bytes,
+                       size_t input) {
+    static const Tokenizer tokenizer = Tokenizer::bytes();
+    const Encoding encoding(tokenizer);
+    const EncodeText append = encoding.make_encoder();
+    Outcome o;
+    MemoryLimit limit(input + block_bytes, 32 << 10, 400);
+    const UseBlock use = [&](std::unique_ptr<TokenBlock> block) {
+        encode_block(*block, encoding.end_of_text, append);
+        if (block->bad_lines.count) fail("%s", block->bad_lines.first.c_str());
+        for (const size_t at : block->documents) o.documents.push_back(o.tokens.size() + at);
+        o.tokens.insert(o.tokens.end(), block->tokens.begin(), block->tokens.end());
+        o.text_bytes += block->text_bytes, o.file_bytes += block->bytes.size();
+    };
+    o.error = refusal([&] {
+        TextInput input;
+        input.path = path;
+        TextFile text(input, "tokenize --in");
+        if (jsonl) read_jsonl(text, "text", block_bytes, use);
+        else read_text(text, separator, block_bytes, tokenizer.pre_tokenizer, use);
+    });
+    return o;
+}
+
+static std::vector<std::string> split(const std::string& text, const std::string& separator) {
+    std::vector<std::string> parts;
+    for (size_t begin = 0;;) {
+        const size_t end = separator.empty() ? std::string::npos : text.find(separator, begin);
+        parts.push_back(text.substr(begin, end == std::string::npos ? end : end - begin));
+        if (end == std::string::npos) return parts;
+        begin = end + separator.size();
+    }
+}
+
+static void fuzz_one(const std::string& input) {
+    if (input.empty()) return;
+    const bool jsonl = input[0] & 1;
+    const char* const separators[] = {"\\n\\n", "\\0", "", "xyx"};
+    const std::string separator = read_separator(separators[input[0] >> 1 & 3]), text = input.substr(1);
+    refusal([&] { read_separator(text.substr(0, 20)); });
+    const std::string& path = file.fill(text);
+    const Outcome whole = outcome(path, jsonl, separator, 1 << 10, text.size()),
+                  blocks = outcome(path, jsonl, separator, 1 + (input[0] >> 3 & 31), text.size());
+    EXPECT(whole.error == blocks.error);
+    if (!whole.error.empty()) return;
+    EXPECT(whole.tokens == blocks.tokens && whole.documents == blocks.documents &&
+           whole.text_bytes == blocks.text_bytes);
+    const size_t mark = text.compare(0, 3, "\xEF\xBB\xBF") == 0 ? 3 : 0;  // a byte order mark, which is skipped
+    std::vector<uint16_t> expected;
+    for (const std::string& part : split(text.substr(mark), jsonl ? "\n" : separator)) {
+        std::string document = part;
+        if (jsonl)
+            document = part.find_first_not_of(" \t\r") == std::string::npos
+                           ? ""
+                           : parse_json(part, "line").string("text", "line");
+        if (document.empty()) continue;
+        expected.push_back(0);
+        for (const char c : document) expected.push_back(static_cast<unsigned char>(c));
+    }
+    EXPECT(whole.tokens == expected);
+}
+
+}  // namespace lines_target
+
+// ---------------------------------------------------------------------------------------------------------------------
+// A vocabulary like GPT-2's with a few merges, in each of the file formats, and the checks that every accepted
+// vocabulary must pass. The first byte chooses the format; vocab.bpe and encoder.json are split at the first byte 0xFF.
+namespace vocabulary_target {
+
+using Merges = std::vector<std::pair<std::string, std::string>>;  // number k makes token 256 + k
+
+static std::vector<std::string> tokens_of(const Merges& merges) {
+    std::vector<std::string> tokens = Tokenizer::bytes().tokens;
+    const ByteAlphabet alphabet;
+    for (int id = 0; id < 256; id++) tokens[size_t(id)] = std::string(1, char(alphabet.order[id]));
+    for (const auto& merge : merges) tokens.push_back(merge.first + merge.second);
+    return tokens;
+}
+
+// A token as vocab.bpe and encoder.json write it.
+static std::string in_alphabet(const std::string& bytes) {
+    const ByteAlphabet alphabet;
+    std::string out;
+    for (const char b : bytes)
+        for (uint32_t code = 0; code < 256 + 68; code++)
+            if (alphabet.byte_of[code] == static_cast<unsigned char>(b)) utf8_append(out, code);
+    return out;
+}
+
+static std::string vocab_bpe(const Merges& merges) {
+    std::string out = "#version: 0.2\n";
+    for (const auto& merge : merges) out += in_alphabet(merge.first) + " " + in_alphabet(merge.second) + "\n";
+    return out;
+}
+
+static std::string encoder_json(const std::vector<std::string>& tokens) {
+    std::string out = "{";
+    for (size_t id = 0; id < tokens.size(); id++)
+        out += json_quote(in_alphabet(tokens[id])) + ": " + std::to_string(id) + ", ";
+    return out + "\"<|endoftext|>\": " + std::to_string(tokens.size()) + "}";
+}
+
+static std::string base64(const std::string& bytes) {
+    static const char digits[] = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+    std::string out;
+    for (size_t i = 0; i < bytes.size(); i += 3) {
+        uint32_t bits = 0;
+        for (size_t k = 0; k < 3; k++)
+            bits = bits << 8 | (i + k < bytes.size() ? static_cast<unsigned char>(bytes[i + k]) : 0);
+        for (size_t k = 0; k < 4; k++) out += i + k <= bytes.size() ? digits[bits >> (18 - 6 * k) & 63] : '=';
+    }
+    return out;
+}
+
+static std::string tiktoken(const std::vector<std::string>& tokens) {
+    std::string out;
+    for (size_t id = 0; id < tokens.size(); id++) out += base64(tokens[id]) + " " + std::to_string(id) + "\n";
+    return out;
+}
+
+static std::string llmc_tokenizer(const std::vector<std::string>& tokens) {
+    uint32_t header[256] = {20240328, 2, uint32_t(tokens.size() + 1), uint32_t(tokens.size())};
+    std::string out(reinterpret_cast<const char*>(header), sizeof header);
+    for (const std::string& token : tokens) out += char(token.size()), out += token;
+    return out + char(13) + "<|endoftext|>";
+}
+
+// Every token encodes to itself, decoding gives any text back, and the vocabulary reads the same from another file.
+static void check_vocabulary(const Tokenizer& t, int size) {
+    EXPECT(t.vocab_size() == size && t.end_of_text == size - 1);
+    MergeScratch scratch;
+    std::string all;
+    std::vector<uint16_t> ids;
+    for (int id = 0; id < size - 1; id++) {
+        const std::string& token = t.tokens[size_t(id)];
+        if (id >= 256) {
+            ids.clear();
+            t.merge_piece(token.data(), token.size(), scratch, ids);
+            EXPECT(ids.size() == 1 && ids[0] == id);
+        }
+        all += token;
+    }
+    EXPECT(t.decode(t.encode(all)) == all);
+    static MemoryFolder folder;
+    folder.fill("other.tiktoken", tiktoken({t.tokens.begin(), t.tokens.end() - 1}));
+    const Tokenizer other = Tokenizer::gpt2(folder.path, size);
+    EXPECT(other.tokens == t.tokens && other.encode(all) == t.encode(all));
+}
+
+static const int size = 259;  // of two merges
+
+static std::vector<std::string> seeds() {
+    const Merges merges = {{"a", "b"}, {" ", "ab"}}, other = {{"\xC3", "\xA9"}, {"\n", "\n"}},
+                 repeated = {{"a", "b"}, {"a", "b"}};
+    std::vector<std::string> all = {"\x02IQ== 0\r\n", "\x02I=Q= 0\n", std::string("\0a b\nab ab\n\xFF{\"a\": 64}", 23)};
+    for (const Merges& m : {merges, other, repeated}) {
+        all.push_back('\0' + vocab_bpe(m) + "\xFF" + encoder_json(tokens_of(m)));
+        all.push_back('\1' + llmc_tokenizer(tokens_of(m)));
+        all.push_back('\2' + tiktoken(tokens_of(m)));
+    }
+    for (size_t i = 3; i < 6; i++) all.push_back(all[i].substr(0, all[i].size() - 1));
+    all.push_back(all[4]);
+    all.back()[5] = 1, all.back()[13] = all.back()[14] = 0;  // llm.c's version 1
+    return all;
+}
+
+static void fuzz_one(const std::string& input) {
+    static MemoryFolder bpe, llmc, ranks;
+    if (input.empty()) return;
+    const std::string text = input.substr(1);
+    const MemoryFolder& folder = input[0] == 0 ? bpe : input[0] == 1 ? llmc : ranks;
+    if (input[0] == 0) {
+        const size_t cut = std::min(text.find('\xFF'), text.size());
+        bpe.fill("vocab.bpe", text.substr(0, cut));
+        bpe.fill("encoder.json", cut < text.size() ? text.substr(cut + 1) : "");
+    } else if (input[0] == 1) {
+        llmc.fill("gpt2_tokenizer.bin", text);
+    } else {
+        ranks.fill("r50k_base.tiktoken", text);
+    }
+    Tokenizer t;
+    {
+        MemoryLimit limit(text.size(), 160 << 10, input[0] == 0 ? 400 : 50);
+        if (!accepts([&] { t = Tokenizer::gpt2(folder.path, size); })) return;
+    }
+    check_vocabulary(t, size);
+}
+
+}  // namespace vocabulary_target
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Encodes the input with such a vocabulary. The tokens must be those of a naive encoder that merges pair by pair,
+// decoding must give the input back, and where the pre-tokeniser says that it always cuts, the two sides must encode
+// separately.
+namespace text_target {
+
+using namespace vocabulary_target;
+static const Merges merges = {{" ", "t"},       {"h", "e"},           {" t", "he"}, {"i", "n"},       {"r", "e"},
+                              {"e", "r"},       {"'", "s"},           {"'", "re"},  {"\n", "\n"},     {" ", " "},
+                              {"  ", "  "},     {"1", "1"},           {"1", "2"},   {"\xC3", "\xA9"}, {" ", "\xC3\xA9"},
+                              {"\xE4", "\xB8"}, {"\xE4\xB8", "\xAD"}, {"a", "a"},   {"aa", "aa"},     {"aa", "a"},
+                              {"a", "b"},       {".", "."},           {"..", "."},  {"\xF0", "\x9F"}};
+
+static const Tokenizer& vocabulary() {
+    static const Tokenizer t = [] {
+        MemoryFolder folder;
+        folder.fill("small.tiktoken", tiktoken(tokens_of(merges)));
+        return Tokenizer::gpt2(folder.path, int(257 + merges.size()));
+    }();
+    return t;
+}
+
+static std::vector<std::string> seeds() {
+    return {"the inner there's they're we'll I'd 'tis",
+            "aaaaaaaaab aaa  aaaa\n\n\n  a",
+            "11 12 2112 x1",
+            "caf\xC3\xA9 \xC3\xA9t\xC3\xA9 \xE4\xB8\xAD\xE6\x96\x87 \xF0\x9F\x98\x80",
+            "...!?.. ..",
+            std::string("\0\xFF\xC3 \x80\xE4\xB8 \xF0\x9F", 10),
+            "\xE3\x80\x80\xC2\xA0 \xE2\x80\xA8x\xC2\x85",
+            "\xD9\xA1\xD9\xA2\xE2\x85\xA7\xC2\xBD a\xCC\x81",
+            "<|endoftext|>"};
+}
+
+static std::vector<uint16_t> merge_naively(const std::string& piece) {
+    static const std::map<std::pair<uint16_t, uint16_t>, uint16_t> rank = [] {
+        std::map<std::pair<uint16_t, uint16_t>, uint16_t> r;
+        const auto& tokens = vocabulary().tokens;
+        const auto id = [&](const std::string& token) {
+            return uint16_t(std::find(tokens.begin(), tokens.end(), token) - tokens.begin());
+        };
+        for (size_t k = 0; k < merges.size(); k++) r[{id(merges[k].first), id(merges[k].second)}] = uint16_t(256 + k);
+        return r;
+    }();
+    static const std::vector<uint16_t> id_of_byte = [] {
+        std::vector<uint16_t> ids(256);
+        for (uint16_t id = 0; id < 256; id++) ids[static_cast<unsigned char>(vocabulary().tokens[id][0])] = id;
+        return ids;
+    }();
+    std::vector<uint16_t> ids;
+    for (const char c : piece) ids.push_back(id_of_byte[static_cast<unsigned char>(c)]);
+    while (true) {
+        size_t best = ids.size();
+        uint16_t lowest = 0xFFFF;
+        for (size_t i = 0; i + 1 < ids.size(); i++) {
+            const auto found = rank.find({ids[i], ids[i + 1]});
+            if (found != rank.end() && found->second < lowest) lowest = found->second, best = i;
+        }
+        if (best == ids.size()) return ids;
+        ids[best] = lowest;
+        ids.erase(ids.begin() + ptrdiff_t(best) + 1);
+    }
+}
+
+static void fuzz_one(const std::string& input) {
+    static Encoder encoder(vocabulary());  // remembers the words of earlier executions
+    std::vector<uint16_t> ids, expected;
+    {
+        MemoryLimit limit(input.size(), 8 << 10, 64);
+        encoder.append(input, ids);
+    }
+    EXPECT(vocabulary().decode(ids) == input);
+    const PreTokenizer pre_tokenizer;
+    for (size_t at = 0, end; at < input.size(); at = end) {
+        end = pre_tokenizer.piece_end(input.data(), input.size(), at);
+        EXPECT(end > at && end <= input.size());
+        for (const uint16_t id : merge_naively(input.substr(at, end - at))) expected.push_back(id);
+    }
+    EXPECT(ids == expected);
+    int tried = 0;
+    for (size_t cut = 1; cut + 4 <= input.size() && tried < 4; cut++) {
+        if (!pre_tokenizer.always_cuts(input.data(), input.size(), cut)) continue;
+        tried++;
+        std::vector<uint16_t> parts;
+        encoder.append(input.data(), cut, parts);
+        encoder.append(input.data() + cut, input.size() - cut, parts);
+        EXPECT(parts == ids);
+    }
+    std::vector<uint16_t> bytes;
+    static const Tokenizer byte_tokenizer = Tokenizer::bytes();
+    Encoder(byte_tokenizer).append(input, bytes);
+    EXPECT(byte_tokenizer.decode(bytes) == input);
+}
+
+}  // namespace text_target
+
+const std::vector<Target> TARGETS = {{"json", json_target::seeds, json_target::fuzz_one},
+                                     {"safetensors", safetensors_target::seeds, safetensors_target::fuzz_one},
+                                     {"manifest", manifest_target::seeds, manifest_target::fuzz_one},
+                                     {"config", config_target::seeds, config_target::fuzz_one},
+                                     {"shards", shards_target::seeds, shards_target::fuzz_one},
+                                     {"lines", lines_target::seeds, lines_target::fuzz_one},
+                                     {"vocabulary", vocabulary_target::seeds, vocabulary_target::fuzz_one},
+                                     {"text", text_target::seeds, text_target::fuzz_one}};
