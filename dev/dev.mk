@@ -34,8 +34,8 @@ EMULATOR_CHECK := -O1 -fsanitize=thread,undefined -fno-sanitize-recover=undefine
 EMULATOR_PLAIN_PROGRAMS := $(addprefix $(BUILD)/,emulator_tests planted_faults cuda_tests)
 EMULATOR_CHECK_PROGRAMS := $(addprefix $(BUILD)/,emulator_tests_check planted_faults_check race_fuzz_check \
   cuda_tests_check)
-# GPUs of compute capability 8.0 and 12.0, which have other tile shapes.
-EMULATOR_OTHER_GPUS := $(BUILD)/cuda_tests_80 $(BUILD)/cuda_tests_120
+# GPUs of compute capability 8.0 and 12.0, which have other tile shapes: the attention kernels alone.
+EMULATOR_OTHER_GPUS := $(BUILD)/attention_tests_80 $(BUILD)/attention_tests_120
 EMULATOR_PROGRAMS := $(EMULATOR_PLAIN_PROGRAMS) $(EMULATOR_CHECK_PROGRAMS) $(EMULATOR_OTHER_GPUS)
 SHORT_EMULATOR_PROGRAMS := $(EMULATOR_PLAIN_PROGRAMS) $(BUILD)/emulator_tests_check
 # Programs with their arguments, each one word of dev/run_tests.sh; without cuda_tests, which takes longest.
@@ -47,7 +47,7 @@ DEVICE := $(if $(GPU_FOUND),$(BUILD)/test_device)
 
 $(EMULATOR_PLAIN_PROGRAMS): $(BUILD)/%: dev/test/emulator/%.cpp $(BUILD)/command
 	$(call quiet,CXX )$(EMULATOR) -O2 $(SAN_FLAGS) $(DEPENDS) $< -o $@
-$(EMULATOR_OTHER_GPUS): $(BUILD)/cuda_tests_%: dev/test/emulator/cuda_tests.cpp $(BUILD)/command
+$(EMULATOR_OTHER_GPUS): $(BUILD)/attention_tests_%: dev/test/emulator/attention_tests.cpp $(BUILD)/command
 	$(call quiet,CXX )$(EMULATOR) -DEMULATED_CAPABILITY=$* -O2 $(SAN_FLAGS) $(DEPENDS) $< -o $@
 $(EMULATOR_CHECK_PROGRAMS): $(BUILD)/%_check: dev/test/emulator/%.cpp $(BUILD)/command
 	$(call quiet,CXX )$(EMULATOR) $(EMULATOR_CHECK) $(DEPENDS) -c $< -o $@.o
@@ -85,11 +85,12 @@ test: $(BUILD)/tests $(BUILD)/cuda_tests train_nsa test_nsa $(EMULATED) $(SHORT_
   $(CRASH_PROGRAMS) $(DEVICE)
 	@dev/run_tests.sh '$(BUILD)/cuda_tests --short' '$(BUILD)/tests --short --shard 1/2' \
 	    '$(BUILD)/tests --short --shard 2/2' ./test_nsa $(CRASH_TESTS) $(SHORT_EMULATOR_TESTS) $(DEVICE)
-test_long: train_nsa $(BUILD)/tests $(EMULATOR_PROGRAMS) $(EMULATED)
-	@dev/run_tests.sh '$(BUILD)/cuda_tests_check' '$(BUILD)/cuda_tests --long' '$(BUILD)/tests --long' \
-	    $(LONG_EMULATOR_TESTS) $(if $(HAVE_CUDA),dev/kernel_report.sh dev/loop_report.sh) \
-	    'dev/test/mutants.sh --sample 4' dev/launcher_check.sh dev/other_machines_check.sh \
-	    dev/opencl_check.sh dev/hip_check.sh
+# The longest first, so that no core waits at the end. The shards of the CHECK build take half of the time.
+test_long: $(EMULATOR_PROGRAMS) $(BUILD)/tests train_nsa $(EMULATED)
+	@dev/run_tests.sh '$(BUILD)/cuda_tests_check --shard 1/2' '$(BUILD)/cuda_tests_check --shard 2/2' \
+	    dev/other_machines_check.sh '$(BUILD)/tests --long' dev/opencl_check.sh \
+	    $(if $(HAVE_CUDA),dev/kernel_report.sh dev/loop_report.sh) dev/launcher_check.sh 'dev/test/mutants.sh --sample 4' \
+	    dev/hip_check.sh '$(BUILD)/cuda_tests --long' $(LONG_EMULATOR_TESTS)
 # The program for AMD's GPUs, compiled and linked, never run
 hip_check:
 	dev/hip_check.sh
