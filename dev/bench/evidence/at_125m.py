@@ -10,7 +10,7 @@ SHARDS are GPT-2's tokens of any text: train_nsa tokenize --in TEXT --out SHARDS
     dense   PyTorch's dense model on the same batches for as many steps
     floor   the best n-gram of the long documents; no GPU, minutes and 10 GB, so before the others
     a       parity of full attention with PyTorch on the same batches, then the rates of NSA and of full attention
-    b       the other seeds and arms of at_125m.json; then, of all that is there, the tables and what was decided before
+    b       the other seeds and arms of the setting; then, of all that is there, the tables and what was decided before
 
 Each call goes on where the last one ended; --seconds starts nothing that would not end within them. What is done is a
 file in OUT, which is to be kept (OUT/results and the .txt at least). Losses count, not times, where --jobs share a GPU.

@@ -88,10 +88,11 @@ class Results:
 
 
 def read_setting(name):
-    """Of a file, or of NAME.json beside this one."""
-    path = name if name.endswith(".json") else f"{HERE}/{name}.json"
-    with open(path) as file:
-        return json.load(file)
+    """Of a file, or the one of that name in settings.json, whose `model` is what they share."""
+    of_all = not name.endswith(".json")
+    with open(f"{HERE}/settings.json" if of_all else name) as file:
+        found = json.load(file)
+    return {**found[name], "model": {**found["model"], **found[name]["model"]}} if of_all else found
 
 
 def plain(arm):
@@ -372,7 +373,7 @@ FOLDERS = {"cache": "where corpus.py has put the shards", "work": "of the runs a
 def arguments_of(doc, folders=FOLDERS):
     """Those that all scripts have which read or write results."""
     arguments = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--setting", default="small", help="a file, or the name of one beside this script")
+    arguments.add_argument("--setting", default="small", help="a file, or a name in settings.json")
     arguments.add_argument("--results", help="folder with runs.jsonl; without it results/SETTING beside this script")
     for name in folders:
         arguments.add_argument(f"--{name}", required=True, metavar="FOLDER", type=os.path.abspath, help=FOLDERS[name])
