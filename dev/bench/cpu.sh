@@ -73,7 +73,7 @@ has_torch=$("$python" -c 'import torch' 2>/dev/null && echo yes || true)
 echo; echo "== NSA beside full attention, one layer of 125m"
 for ((T = 1024; T <= longest; T *= 2)); do
     "$bench" full --seq-len "$T" | tee -a "$rates"
-    [ -z "$has_torch" ] || "$python" "$here/torch_sdpa.py" --seq-len "$T"
+    [ -z "$has_torch" ] || "$python" "$here/torch_cpu.py" sdpa --seq-len "$T"
 done
 # Between the last length at which full attention is faster and the next, on a line of log T over the ratio's logarithm.
 for row in step forward attention-forward attention-backward attention attention+compression; do
@@ -94,8 +94,8 @@ for round in $(seq "$rounds"); do
     for dtype in $dtypes; do
         contend "$bench" rate ours-$dtype 3 --cpu-dtype $dtype
         [ -z "$has_torch" ] || for model in nsa gpt2; do
-            contend "$python" "$here/${model}_torch.py" --dtype $dtype
-            contend "$python" "$here/${model}_torch.py" --dtype $dtype --compile ||
+            contend "$python" "$here/torch_cpu.py" $model --dtype $dtype
+            contend "$python" "$here/torch_cpu.py" $model --dtype $dtype --compile ||
                 echo "# torch.compile cannot run it here"
         done
     done
@@ -120,7 +120,7 @@ small() {  # NAME, options of ours alone, and those that both take
     for round in $(seq "$rounds"); do
         contend "$bench" rate ours-fp32 10 "$@" $ours_too
         [ -z "$has_torch" ] || for model in nsa gpt2; do
-            contend "$python" "$here/${model}_torch.py" --steps 10 "$@"
+            contend "$python" "$here/torch_cpu.py" $model --steps 10 "$@"
         done
     done
     compare fp32 torch-nsa torch-dense
@@ -149,6 +149,6 @@ fi
 if [ -n "$text" ] && [ -n "$vocab" ]; then
     echo; echo "== tokenizer, GPT-2's vocabulary, one thread"
     contend "$bench" tokenize "$text" "$vocab"
-    contend "$python" "$here/tiktoken_rate.py" "$text" "$vocab" || echo "# $python cannot run it"
+    contend "$python" "$here/torch_cpu.py" tiktoken "$text" "$vocab" || echo "# $python cannot run it"
     echo "ours: $(median tokenize-ours) MB/s; tiktoken: $(median tokenize-tiktoken) MB/s"
 fi
