@@ -79,6 +79,22 @@ $(BUILD)/crash_test: dev/crash_test/crash_test.cpp $(BUILD)/command
 $(BUILD)/faults.so: dev/crash_test/faults.c $(BUILD)/command
 	$(call quiet,CC  )$(CC) -shared -fPIC -O1 -Wall -Wextra $(if $(WERROR),-Werror) -pthread $< -o $@ -ldl
 
+# ---- Readers of files on any bytes, by clang's libFuzzer (Debian: clang, libclang-rt-dev) under its sanitizers:
+#     make fuzz TARGET=json SECONDS=900        a target of dev/fuzz/fuzz.cpp; status 1 at a finding
+# A finding is saved as build/fuzz/TARGET.finding-HASH; FUZZ_TARGET=TARGET build/fuzz/fuzz THAT_FILE shows it again. The
+# corpus grows in build/fuzz/TARGET, from seeds that the target itself writes.
+.PHONY: fuzz
+FUZZ = env FUZZ_TARGET=$(TARGET) ASAN_OPTIONS=malloc_context_size=1:quarantine_size_mb=2 $(BUILD)/fuzz/fuzz
+fuzz: $(BUILD)/fuzz/fuzz
+	@mkdir -p $(BUILD)/fuzz/$(TARGET)
+	FUZZ_SEEDS=$(BUILD)/fuzz/$(TARGET) $(FUZZ)
+	nice $(FUZZ) -timeout=0 -rss_limit_mb=1024 -max_len=4096 -max_total_time=$(or $(SECONDS),900) \
+	    -artifact_prefix=$(BUILD)/fuzz/$(TARGET).finding- $(BUILD)/fuzz/$(TARGET)
+$(BUILD)/fuzz/fuzz: dev/fuzz/fuzz.cpp $(BUILD)/command
+	@mkdir -p $(@D)
+	clang++ -std=c++17 -O1 -g -Wno-unknown-pragmas -Wno-pass-failed -fno-omit-frame-pointer -DBUILD_FOLDER=$(BUILD) \
+	    -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined -pthread $(DEPENDS) $< -o $@
+
 .PHONY: test test_long goldens bench hip_check demo
 # What takes longest to compile stands first, so that no core waits at the end.
 test: $(BUILD)/tests $(BUILD)/cuda_tests train_nsa test_nsa $(EMULATED) $(SHORT_EMULATOR_PROGRAMS) \

@@ -5,14 +5,16 @@
 # on any failure.
 set -uo pipefail
 case ${1:-} in -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
-# For programs built with SAN=address; others do not read it. dev/leaks.supp lists what is no leak of this program. The
-# emulator gives each CUDA thread a stack of its own, which AddressSanitizer's second stack for locals (its search for
-# use after return) would mix up.
-leaks=$(dirname "$(realpath "$0")")/leaks.supp
-export LSAN_OPTIONS="suppressions='$leaks':print_suppressions=0${LSAN_OPTIONS:+:$LSAN_OPTIONS}"
-export ASAN_OPTIONS="detect_stack_use_after_return=0${ASAN_OPTIONS:+:$ASAN_OPTIONS}"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
+# For programs built with SAN=address; others do not read it. What LeakSanitizer reports although nothing leaks: MPICH's
+# transport (UCX) keeps memory if a process ends without MPI_Finalize, as ours do after an error; the emulator keeps
+# destroyed streams and events, so that it can name one that is used later. It gives each CUDA thread a stack of its own,
+# which AddressSanitizer's second stack for locals (its search for use after return) would mix up.
+printf 'leak:%s\n' libucs.so libuct.so libucp.so libmpich.so cudaEventCreateWithFlags cudaStreamCreateWithFlags \
+    >"$work/leaks"
+export LSAN_OPTIONS="suppressions='$work/leaks':print_suppressions=0${LSAN_OPTIONS:+:$LSAN_OPTIONS}"
+export ASAN_OPTIONS="detect_stack_use_after_return=0${ASAN_OPTIONS:+:$ASAN_OPTIONS}"
 
 # The output of program number $1, and its exit status in $work/$1.status.
 run() {

@@ -1,5 +1,5 @@
-// fuzz.cpp: readers of files on any bytes, one target each; FUZZ_TARGET in the environment names it. dev/fuzz/Makefile
-// builds and runs them; fuzz.h says what a finding is.
+// fuzz.cpp: readers of files on any bytes, one target each; FUZZ_TARGET in the environment names it, `make fuzz
+// TARGET=json` runs it; fuzz.h says what a finding is.
 #define NSA_WITHOUT_MAIN
 #include "../../train_nsa.cu"
 #include "fuzz.h"
@@ -507,7 +507,8 @@ static const int size = 259;  // of two merges
 static std::vector<std::string> seeds() {
     const Merges merges = {{"a", "b"}, {" ", "ab"}}, other = {{"\xC3", "\xA9"}, {"\n", "\n"}},
                  repeated = {{"a", "b"}, {"a", "b"}};
-    std::vector<std::string> all = {"\x02IQ== 0\r\n", "\x02I=Q= 0\n", std::string("\0a b\nab ab\n\xFF{\"a\": 64}", 23)};
+    std::vector<std::string> all = {"\x02IQ== 0\r\n", "\x02I=Q= 0\n",
+                                    '\0' + std::string("a b\nab ab\n\xFF{\"a\": 64}")};
     for (const Merges& m : {merges, other, repeated}) {
         all.push_back('\0' + vocab_bpe(m) + "\xFF" + encoder_json(tokens_of(m)));
         all.push_back('\1' + llmc_tokenizer(tokens_of(m)));

@@ -1,8 +1,7 @@
 // fuzz.h: what the targets of fuzz.cpp share. Each target hands libFuzzer's bytes to one reader. The reader may refuse
 // them with an Error; everything else is a finding: a crash, a report of AddressSanitizer or UBSan, a leak, more than a
 // second of processor time, an Error that is not one printable line of bounded length, any other exception, memory out
-// of proportion to the input, or accepted bytes that read differently once they are written again. dev/fuzz/Makefile
-// builds and runs the targets.
+// of proportion to the input, or accepted bytes that read differently once they are written again.
 #pragma once
 #include <cstdint>
 #include <cstdio>

@@ -3,7 +3,7 @@
 // through struct Cuda.
 //
 //   make ladder                                  on a GPU the times, without one whether the rungs agree, in emulation
-//   test_device --ladder [options of train]      or, alone, dev/ladder/ladder.cu
+//   test_device --ladder [options of train]
 //
 // On a machine without a GPU there is nothing to time; the tests compare the rungs in emulation
 // (dev/test/cuda/ladder_tests.h).

@@ -2,8 +2,8 @@
 """Looking things up in a text of filler, near and far, in one step and in several.
 
     needle.py make CACHE [--samples N] [--trials 34] [--lengths 256 512 1024 2048 4096]
-    needle.py test --cache CACHE --work FOLDER [--answers results/needle_answers] [--program ./train_nsa] RUN...
-    needle.py show [--answers results/needle_answers] [--svg FILE] ARM...
+    needle.py test --cache CACHE --work FOLDER [--answers results/needle] [--program ./train_nsa] RUN...
+    needle.py show [--answers results/needle] [--svg FILE] ARM...
 
 A document is filler with facts in it, "QT." and "TL.", and questions, "?QT", "??QL": the number of question marks is
 the number of hops. A name stands right behind the one that it is asked by, so that with --smear looking up is all that
@@ -189,6 +189,8 @@ def load(answers, arm):
     """(the cells of each run, those of all together)."""
     of_run = {}
     for found in Results(answers).beginning(arm):
+        if "cells" not in found:
+            continue
         of_run.setdefault(found["run"], {}).update({tuple(cell[:3]): cell[3:] for cell in found["cells"]})
     if not of_run:
         sys.exit(f"needle.py: {answers} has no {arm}: run needle.py test")
@@ -281,7 +283,7 @@ def main():
         verb.add_argument("--program", default="./train_nsa")
     for verb in (of_test, of_show):
         verb.add_argument("runs", nargs="+")
-        verb.add_argument("--answers", default=f"{HERE}/results/needle_answers")
+        verb.add_argument("--answers", default=f"{HERE}/results/needle")
     a = arguments.parse_args()
     a.do(a)
 
