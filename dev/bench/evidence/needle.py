@@ -26,7 +26,7 @@ import tempfile
 
 from corpus import tokenize, write_documents
 from run import HERE, Results, folders_of
-from table import titles_of
+from table import table_of, text, titles_of
 
 HOPS = 3
 CHOICES = 4
@@ -201,9 +201,7 @@ def load(answers, arm):
 
 def print_tables(name, runs, cells):
     asked = max(cell[1] for cell in cells.values())
-    print(f"\n`{name}`, {len(runs)} seeds, up to {asked} trials a cell, % answered\n\n| length | "
-          + " | ".join(f"{i + 1}/8" for i in range(EIGHTHS)) + " | 1 hop | 2 hops | 3 hops |\n"
-          + "|---" * (1 + EIGHTHS + HOPS) + "|")
+    rows = []
     for length in sorted({key[0] for key in cells}):
         of_length = {key: cell for key, cell in cells.items() if key[0] == length}
         row = [percent((k, v) for k, v in of_length.items() if k[1:] == (i, 1)) for i in range(EIGHTHS)]
@@ -212,31 +210,28 @@ def print_tables(name, runs, cells):
             seeds = [percent((k, v) for k, v in run.items() if k[0] == length and k[2] == hops) for run in runs]
             if len(runs) > 1 and row[-1] != "-":
                 row[-1] += f" ({min(seeds, key=int)} to {max(seeds, key=int)})"
-        print(f"| {length} | " + " | ".join(row) + " |")
-
-
-def text(x, y, words, more='text-anchor="middle"'):
-    return f'<text x="{x:.1f}" y="{y:.1f}" {more}>{words}</text>'
+        rows.append([str(length), *row])
+    head = ["length", *(f"{i + 1}/8" for i in range(EIGHTHS)), "1 hop", "2 hops", "3 hops"]
+    print(f"\n`{name}`, {len(runs)} seeds, up to {asked} trials a cell, % answered\n\n{table_of(head, rows)}")
 
 
 def heat_map(title, cells, left, top):
     """A column for each eighth, a row for each length; from clear, a quarter or less, to solid, all answered."""
-    parts = [text(left, top - 28, title, 'fill="#888"')]
+    parts = [text(left, top - 28, title, None)]
     for i in range(EIGHTHS):
-        parts.append(text(left + (i + 0.5) * CELL, top - 6, str(i + 1), 'text-anchor="middle" fill="#888"'))
+        parts.append(text(left + (i + 0.5) * CELL, top - 6, str(i + 1), "middle"))
     for row, length in enumerate(sorted({key[0] for key in cells})):
         y = top + row * CELL
         if left == LEFT:
-            parts.append(text(left - 6, y + CELL / 2 + 4, str(length), 'text-anchor="end" fill="#888"'))
+            parts.append(text(left - 6, y + CELL / 2 + 4, str(length), "end"))
         for i in range(EIGHTHS):
             right, asked = cells[length, i, 1]
             above = max(0, (right / asked - 0.25) / 0.75)
             x = left + i * CELL
             parts.append(f'<rect x="{x}" y="{y}" width="{CELL - 1}" height="{CELL - 1}" fill="#3a8fd9" '
                          f'fill-opacity="{above:.2f}" stroke="#888" stroke-opacity="0.3"/>')
-            color = "#fff" if above > 0.6 else "#888"
-            parts.append(text(x + CELL / 2, y + CELL / 2 + 4, f"{100 * right / asked:.0f}",
-                              f'text-anchor="middle" fill="{color}"'))
+            parts.append(text(x + CELL / 2, y + CELL / 2 + 4, f"{100 * right / asked:.0f}", "middle",
+                              "#fff" if above > 0.6 else "#888"))
     return parts
 
 
@@ -250,7 +245,7 @@ def figure(arms):
     for i, (title, (_, cells)) in enumerate(zip(titles, arms)):
         parts += heat_map(title, cells, LEFT + i % ACROSS * (EIGHTHS * CELL + GAP), TOP + i // ACROSS * of_panel)
     below = "% answered, by bytes of text and eighth in which the fact lies; guessing is 25; trained on 1024"
-    parts.append(text(LEFT, height - 8, below, 'fill="#888"'))
+    parts.append(text(LEFT, height - 8, below, None))
     return "\n".join(parts + ["</svg>"]) + "\n"
 
 

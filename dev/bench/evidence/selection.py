@@ -35,6 +35,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from ngram import shards_of  # noqa: E402
 from run import arguments_of, folders_of, parse, read_setting  # noqa: E402
+from table import mean, table_of  # noqa: E402
 
 WAYS = ["chosen", "random", "recent", "best"]
 END_OF_TEXT = 0  # of bytes
@@ -202,22 +203,20 @@ def row_of(layers):
 
 
 def spread(values):
-    mean = sum(values) / len(values)
-    return f"{mean:.2f} ({min(values):.2f} to {max(values):.2f})" if len(values) > 1 else f"{mean:.2f}"
+    return f"{mean(values):.2f}" + (f" ({min(values):.2f} to {max(values):.2f})" if len(values) > 1 else "")
 
 
 def print_tables(runs):
     """A row for each layer and one for all of them: the mean over the runs, and the range."""
-    print("| layer | in the forced blocks, of all | " + " | ".join(WAYS) + " | of the gap |\n" + "|---" * 7 + "|")
-    count = len(runs[0]["layers"])
+    count, rows = len(runs[0]["layers"]), []
     for name, layers in [(str(i + 1), [i]) for i in range(count)] + [("all", list(range(count)))]:
-        rows = [row_of([run["layers"][i] for i in layers]) for run in runs]
-        print(f"| {name} | " + " | ".join(spread(column) for column in zip(*rows)) + " |")
+        of_runs = [row_of([run["layers"][i] for i in layers]) for run in runs]
+        rows.append([name, *(spread(column) for column in zip(*of_runs))])
+    print(table_of(["layer", "in the forced blocks, of all", *WAYS, "of the gap"], rows))
     if "losses" in runs[0]:
-        print("\n| the branch reads | " + " | ".join(list(runs[0]["losses"])) + " |\n" + "|---" * 6 + "|")
         cells = [[run["losses"][way] - run["loss"] for run in runs] for way in runs[0]["losses"]]
-        print("| loss, less the model's own | " + " | ".join(
-            f"{sum(cell) / len(cell):+.4f} ({min(cell):+.4f} to {max(cell):+.4f})" for cell in cells) + " |")
+        row = [f"{mean(cell):+.4f} ({min(cell):+.4f} to {max(cell):+.4f})" for cell in cells]
+        print("\n" + table_of(["the branch reads", *runs[0]["losses"]], [["loss, less the model's own", *row]]))
 
 
 def expect(name, found, expected):

@@ -67,11 +67,13 @@ def by_arm(runs, tokens):
     return dict(sorted(arms.items(), key=lambda entry: mean([r["held_out_loss"] for r in entry[1]])))
 
 
+def table_of(head, rows):
+    lines = ["| " + " | ".join(row) + " |" for row in [head, *rows]]
+    return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])
+
+
 def print_rows(head, rows):
-    print("| " + " | ".join(head) + " |\n" + "|---" * len(head) + "|")
-    for row in rows:
-        print("| " + " | ".join(row) + " |")
-    print()
+    print(table_of(head, rows) + "\n")
 
 
 def print_tables(arms, shorter, ngrams, runs):
@@ -175,7 +177,9 @@ class Axes:
 
 
 def text(x, y, words, anchor="start", color="#888"):
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{color}">{words}</text>'
+    """No anchor: like start, without the word."""
+    anchored = f' text-anchor="{anchor}"' if anchor else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}"{anchored} fill="{color}">{words}</text>'
 
 
 def line(points, color, more=""):
