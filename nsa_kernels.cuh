@@ -47,6 +47,7 @@ namespace kernels {
 // x [N, C] = embed[token]; one thread per W elements
 template <int W>
 __global__ void embedding_forward_kernel(cuda_real* x, const int32_t* tokens, const cuda_real* embed, int N, int C) {
+    wait_for_earlier_kernels();
     const size_t i = thread_index() * W;
     if (i >= size_t(N) * C) return;
     float values[W];
@@ -60,6 +61,7 @@ __global__ void embedding_forward_kernel(cuda_real* x, const int32_t* tokens, co
 // digits, and only one possible order. sorted [N]
 constexpr int SORT_THREADS = 256;
 __global__ void __launch_bounds__(SORT_THREADS) sort_positions_kernel(int32_t* sorted, const int32_t* tokens, int N) {
+    wait_for_earlier_kernels();
     SHARED(int32_t, tile, [SORT_THREADS]);
     const int own = int(blockIdx.x) * SORT_THREADS;
     const int thread = int(threadIdx.x);
@@ -89,6 +91,7 @@ template <int W>
 __global__ void __launch_bounds__(128)
     embedding_backward_kernel(float* dembed, const cuda_real* dx, const int32_t* tokens, const int32_t* sorted, int N,
                               int C) {
+    wait_for_earlier_kernels();
     const int place = blockIdx.x, token = tokens[sorted[place]], c = int(blockIdx.y * blockDim.x + threadIdx.x) * W;
     if (c >= C || (place > 0 && tokens[sorted[place - 1]] == token)) return;
     float sum[W];
@@ -118,6 +121,7 @@ constexpr int NORM_ROWS = 8;  // per block
 template <int W>
 __global__ void __launch_bounds__(NORM_ROWS * 32)
     rmsnorm_forward_kernel(cuda_real* out, float* rstd, const cuda_real* x, const cuda_real* weight, int N, int C) {
+    wait_for_earlier_kernels();
     const int n = blockIdx.x * NORM_ROWS + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (n >= N) return;  // a whole warp
     x += size_t(n) * C;
@@ -164,6 +168,7 @@ template <int W>
 __global__ void __launch_bounds__(NORM_ROWS * 32)
     rmsnorm_backward_kernel(cuda_real* dx, float* partial, const cuda_real* dout, const cuda_real* x, const float* rstd,
                             const cuda_real* weight, int N, int C, int rows) {
+    wait_for_earlier_kernels();
     DynamicShared shared;
     const WarpSums dweight(shared, C);
     const int begin = int(blockIdx.x) * rows;
@@ -205,6 +210,7 @@ struct SmearInput {
 };
 template <int W>
 __global__ void __launch_bounds__(NORM_ROWS * 32) smear_forward_kernel(cuda_real* x, SmearInput in, int N) {
+    wait_for_earlier_kernels();
     const int n = blockIdx.x * NORM_ROWS + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (n >= N || in.begins_sequence(n)) return;  // a whole warp
     const cuda_real *e = in.embedding(n), *before = in.embedding(n - 1);
@@ -228,6 +234,7 @@ __global__ void __launch_bounds__(NORM_ROWS * 32) smear_forward_kernel(cuda_real
 template <int W>
 __global__ void __launch_bounds__(NORM_ROWS * 32)
     smear_rows_kernel(float* g, float* dz, const cuda_real* dx, SmearInput in, int N) {
+    wait_for_earlier_kernels();
     const int n = blockIdx.x * NORM_ROWS + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (n >= N) return;
     const bool begins = in.begins_sequence(n);
@@ -254,6 +261,7 @@ __global__ void __launch_bounds__(NORM_ROWS * 32)
 template <int W>
 __global__ void smear_backward_kernel(cuda_real* de, const cuda_real* dx, const float* g, const float* dz,
                                       SmearInput in, int N) {
+    wait_for_earlier_kernels();
     const size_t i = thread_index() * W;
     const size_t n = i / in.C;
     const size_t c = i % in.C;
@@ -304,6 +312,7 @@ struct SmearScaleGradient {  // g[t] dx[t] o e[t-1]
 // partial [parts, C], part blockIdx.y
 template <int W, class Term>
 __global__ void __launch_bounds__(128) column_parts_kernel(float* partial, Term terms, int N, int C, int part_rows) {
+    wait_for_earlier_kernels();
     const int c = int(thread_index()) * W;
     const int begin = blockIdx.y * part_rows;
     const int end = min(N, begin + part_rows);
@@ -318,6 +327,7 @@ __global__ void __launch_bounds__(128) column_parts_kernel(float* partial, Term 
 // out [columns] += sum over parts of partial [parts, columns]; a block takes 32 columns, each of its 8 warps every
 // eighth part
 __global__ void __launch_bounds__(256) column_totals_kernel(float* out, const float* partial, int parts, int columns) {
+    wait_for_earlier_kernels();
     SHARED(float, sums, [8][32]);
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
@@ -336,6 +346,7 @@ __global__ void __launch_bounds__(256) column_totals_kernel(float* out, const fl
 
 template <int W>
 __global__ void silu_forward_kernel(cuda_real* out, const cuda_real* x, size_t count) {
+    wait_for_earlier_kernels();
     const size_t i = thread_index() * W;
     if (i >= count) return;
     float a[W];
@@ -346,6 +357,7 @@ __global__ void silu_forward_kernel(cuda_real* out, const cuda_real* x, size_t c
 // dx = dout * s * (1 + x * (1 - s)), s = sigmoid(x); dx may be dout
 template <int W>
 __global__ void silu_backward_kernel(cuda_real* dx, const cuda_real* dout, const cuda_real* x, size_t count) {
+    wait_for_earlier_kernels();
     const size_t i = thread_index() * W;
     if (i >= count) return;
     float a[W], d[W];
@@ -388,6 +400,7 @@ template <int W, bool KEEPS_ROW>
 __global__ void __launch_bounds__(CLASSIFIER_THREADS)
     classifier_kernel(float* losses, cuda_real* logits, const int32_t* targets, float dloss, bool want_gradient, int V,
                       int Vp) {
+    wait_for_earlier_kernels();
     SHARED(Softmax, of_warps, [CLASSIFIER_THREADS / 32]);
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
@@ -489,6 +502,7 @@ __device__ inline void load_row(float* shared, const cuda_real* row, float scale
 __global__ void __launch_bounds__(WARPS * 32, 1)
     forward_kernel(Branch branch, cuda_real* out, float* lse, const cuda_real* q, const cuda_real* k,
                    const cuda_real* v, const uint32_t* selection, NsaShape s, float scale, size_t rows) {
+    wait_for_earlier_kernels();
     DynamicShared shared;
     const int D = s.D;
     const int warp = threadIdx.x / 32;
@@ -538,6 +552,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
 __global__ void __launch_bounds__(WARPS * 32, 1)
     dq_kernel(Branch branch, BackwardArrays<cuda_real, float> d, InputArrays<cuda_real> in, NsaShape s, float scale,
               size_t rows) {
+    wait_for_earlier_kernels();
     DynamicShared shared;
     const int D = s.D;
     const int warp = threadIdx.x / 32;
@@ -582,6 +597,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
 __global__ void __launch_bounds__(WARPS * 32, 1)
     dkdv_kernel(Branch branch, BackwardArrays<cuda_real, float> d, InputArrays<cuda_real> in, NsaShape s, float scale,
                 size_t rows) {
+    wait_for_earlier_kernels();
     DynamicShared shared;
     const int D = s.D;
     const int warp = threadIdx.x / 32;
@@ -708,6 +724,7 @@ __device__ inline float choose_blocks(uint32_t* mask, float* importance, int las
 }
 __global__ void __launch_bounds__(32) select_kernel(uint32_t* selection, float* chosen_importance, const cuda_real* q,
                                                     const cuda_real* kc, const float* lse, NsaShape s, float scale) {
+    wait_for_earlier_kernels();
     DynamicShared shared;
     const int D = s.D;
     const int lane = threadIdx.x;
@@ -852,6 +869,7 @@ using HeadGradientPointers = HeadArrays<const float, const cuda_real, const floa
 template <int W>
 __global__ void __launch_bounds__(128)
     split_heads_forward_kernel(HeadPointers out, const cuda_real* projected, Rope rope, NsaShape s, int P) {
+    wait_for_earlier_kernels();
     const int pieces = s.D / 2 / W, half = s.D / 2, units = s.head_units();
     const int j = blockIdx.x % s.queries;
     const int t = s.first + j;
@@ -877,6 +895,7 @@ __global__ void __launch_bounds__(128)
 template <int W>
 __global__ void __launch_bounds__(128)
     split_heads_backward_kernel(cuda_real* dprojected, HeadGradientPointers d, Rope rope, NsaShape s, int P) {
+    wait_for_earlier_kernels();
     const int pieces = s.D / 2 / W, half = s.D / 2, t = blockIdx.x % s.T, units = s.head_units(),
               heads_end = units * s.D;
     const size_t b = blockIdx.x / s.T, rows = size_t(s.B) * s.H * s.T;
@@ -924,6 +943,7 @@ __device__ inline float head_rstd(const cuda_real* x, int lane, int D) {
 __global__ void __launch_bounds__(NORMED_WARPS * 32)
     normed_heads_forward_kernel(HeadPointers out, const cuda_real* projected, const cuda_real* gains, Rope rope,
                                 NsaShape s, int P) {
+    wait_for_earlier_kernels();
     const int lane = threadIdx.x % 32;
     const int j = blockIdx.x % s.queries;
     const int half = s.D / 2;
@@ -947,6 +967,7 @@ __global__ void __launch_bounds__(NORMED_WARPS * 32)
 __global__ void __launch_bounds__(NORMED_WARPS * 32, 8)
     normed_heads_backward_kernel(cuda_real* dprojected, float* partial, HeadGradientPointers d, const cuda_real* gains,
                                  Rope rope, NsaShape s, int P, int tokens) {
+    wait_for_earlier_kernels();
     DynamicShared shared;
     const WarpSums dgains(shared, s.gain_rows() * s.D);
     const int lane = threadIdx.x % 32;
@@ -1002,6 +1023,7 @@ __global__ void __launch_bounds__(NORMED_WARPS * 32, 8)
 __global__ void compress_activate_kernel(cuda_real* hidden, cuda_real* activated, const float* chunks,
                                          const cuda_real* bias, size_t next, size_t groups, int rows, int count,
                                          int begin, int NC, int F, int parts) {
+    wait_for_earlier_kernels();
     const size_t i = thread_index();
     if (i >= size_t(rows) * F) return;
     const size_t row = i / F, bg = row / count;
@@ -1019,6 +1041,7 @@ __global__ void compress_activate_kernel(cuda_real* hidden, cuda_real* activated
 // thread per pair.
 __global__ void compress_output_kernel(cuda_real* out, const float* sum, const cuda_real* k, size_t next, Rope rope,
                                        int rows, int count, int begin, int NC, NsaShape s) {
+    wait_for_earlier_kernels();
     const int pairs = s.D / 2, groups = s.B * s.G;
     const size_t index = thread_index();
     if (index >= size_t(rows) * pairs) return;
@@ -1039,6 +1062,7 @@ __global__ void compress_output_kernel(cuda_real* out, const float* sum, const c
 }
 // Rotates dout [B, G, NC, D] back, in place.
 __global__ void compress_rotate_back_kernel(cuda_real* dout, Rope rope, int rows, int NC, int d, int D) {
+    wait_for_earlier_kernels();
     const int pairs = D / 2;
     const size_t index = thread_index();
     if (index >= size_t(rows) * pairs) return;
@@ -1054,6 +1078,7 @@ __global__ void compress_rotate_back_kernel(cuda_real* dout, Rope rope, int rows
 // [B*G*chunks, F]; hidden, dactivated, activated [B*G*NC, F].
 __global__ void compress_dchunks_kernel(cuda_real* dchunks, cuda_real* activated, const float* dactivated,
                                         const cuda_real* hidden, int rows, int chunks, int NC, int F, int parts) {
+    wait_for_earlier_kernels();
     const size_t i = thread_index();
     if (i >= size_t(rows) * F) return;
     const int chunk = int(i / F % chunks);
@@ -1075,6 +1100,7 @@ __global__ void compress_dchunks_kernel(cuda_real* dchunks, cuda_real* activated
 // this want it so.
 __global__ void __launch_bounds__(256) compress_dk_kernel(cuda_real* dk, size_t next, const float* sum,
                                                           const cuda_real* dout, size_t rows, int NC, NsaShape s) {
+    wait_for_earlier_kernels();
     constexpr int W = WIDE;
     const size_t row = row_index();
     if (row >= rows) return;
@@ -1116,6 +1142,7 @@ struct RowPlace {
 template <int W>
 __global__ void __launch_bounds__(256)
     combine_forward_kernel(cuda_real* out, const cuda_real* o, const float* gate, size_t rows, NsaShape s) {
+    wait_for_earlier_kernels();
     const size_t row = row_index();
     if (row >= rows) return;
     const RowPlace place(unsigned(row), s);
@@ -1136,6 +1163,7 @@ template <int W>
 __global__ void __launch_bounds__(256)
     attention_backward_rows_kernel(float* row_dot, float* lse_gated, float* dgate_logit, const cuda_real* dout,
                                    const cuda_real* o, const float* gate, const float* lse, size_t rows, NsaShape s) {
+    wait_for_earlier_kernels();
     const size_t index = row_index(), row = index < rows ? index : rows - 1;  // every lane takes part in the sums
     const int D = s.D;
     const cuda_real* d = dout + RowPlace(unsigned(row), s).by_token * D;
@@ -1322,6 +1350,7 @@ template <Branch branch, int D>
 __global__ void __launch_bounds__(MOST_TILE_THREADS<D, false>, TILE_BLOCKS<D, false>)
     attention_forward_kernel(bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v,
                              const uint32_t* selection, const SelectedChoice* choice, AttentionShape s) {
+    wait_for_earlier_kernels();
     if (branch == SLC && choice && choice->gather) return;
     attend<branch, D, WARP>(out, lse, q, k, v, selection, s);
 }
@@ -1329,6 +1358,7 @@ template <Branch branch, int D>
 __global__ void __launch_bounds__(MOST_TILE_THREADS<D, false, WARPGROUP>, TILE_BLOCKS<D, false, WARPGROUP>)
     warpgroup_forward_kernel(bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v,
                              const uint32_t* selection, const SelectedChoice* choice, AttentionShape s) {
+    wait_for_earlier_kernels();
     if constexpr (COMPILED_FOR_WGMMA) {
         if (branch == SLC && choice && choice->gather) return;
         attend<branch, D, WARPGROUP>(out, lse, q, k, v, selection, s);
@@ -1511,12 +1541,14 @@ template <int D>
 __global__ void __launch_bounds__(MOST_TILE_THREADS<D, true>, TILE_BLOCKS<D, true>)
     attention_dq_kernel(LayerGradients<bf16, float> d, LayerInputs<bf16, float> in, DqOptions options, AttentionShape s,
                         AttentionShape cmp) {
+    wait_for_earlier_kernels();
     compute_dq<D, WARP>(d, in, options, s, cmp);
 }
 template <int D>
 __global__ void __launch_bounds__(MOST_TILE_THREADS<D, true, WARPGROUP>, TILE_BLOCKS<D, true, WARPGROUP>)
     warpgroup_dq_kernel(LayerGradients<bf16, float> d, LayerInputs<bf16, float> in, DqOptions options, AttentionShape s,
                         AttentionShape cmp) {
+    wait_for_earlier_kernels();
     if constexpr (COMPILED_FOR_WGMMA) compute_dq<D, WARPGROUP>(d, in, options, s, cmp);
 }
 
@@ -1622,6 +1654,7 @@ __global__ void __launch_bounds__(dkdv_threads<D, dkdv_keys<branch, D>()>(),
     attention_dkdv_kernel(bf16* dk, bf16* dv, float* partial, const bf16* dout, const bf16* q, const bf16* k,
                           const bf16* v, const float* row_dot, const float* lse_gated, const uint32_t* selection,
                           AttentionShape s) {
+    wait_for_earlier_kernels();
     compute_dkdv<branch, D, WARP>(dk, dv, partial, dout, q, k, v, row_dot, lse_gated, selection, s);
 }
 template <Branch branch, int D>
@@ -1629,12 +1662,14 @@ __global__ void __launch_bounds__(WARPGROUP_THREADS, 3)
     warpgroup_dkdv_kernel(bf16* dk, bf16* dv, float* partial, const bf16* dout, const bf16* q, const bf16* k,
                           const bf16* v, const float* row_dot, const float* lse_gated, const uint32_t* selection,
                           AttentionShape s) {
+    wait_for_earlier_kernels();
     if constexpr (COMPILED_FOR_WGMMA)
         compute_dkdv<branch, D, WARPGROUP>(dk, dv, partial, dout, q, k, v, row_dot, lse_gated, selection, s);
 }
 // dk, dv [B, G, key_stride, D] = the sums of the parts; one block per tile of keys and (sequence, group)
 template <int D>
 __global__ void __launch_bounds__(256) add_parts_kernel(bf16* dk, bf16* dv, const float* partial, AttentionShape s) {
+    wait_for_earlier_kernels();
     const int tile = int(blockIdx.x) / s.batch_groups;
     const int bg = int(blockIdx.x) % s.batch_groups;
     const int first = first_part(tile, s);
@@ -1800,6 +1835,7 @@ template <int D>
 __global__ void __launch_bounds__(SCORE_THREADS)
     select_blocks_kernel(uint32_t* selection, float* chosen_importance, const bf16* q, const bf16* kc, const float* lse,
                          AttentionShape s) {
+    wait_for_earlier_kernels();
     const int lane = threadIdx.x % 32;
     const QueryTile tile = query_tile(s);
     const int last_block = (s.first + tile.j0 + tile.tokens - 1) / s.slc_block;

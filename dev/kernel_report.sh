@@ -2,7 +2,8 @@
 # What the kernels cost according to ptxas: registers, shared memory, spills; on every generation of GPUs that
 # lib/cuda/attention_kernels.h has, or on ARCHS. A kernel that spills fails, and so does a row of the table of attention
 # kernels there for which not every head dimension and branch has code. So does whatever else ptxas says of wgmma (C75xx:
-# that it serializes them), but for C7519, a fence that it adds, which is counted.
+# that it serializes them), but for C7519, a fence that it adds, which is counted. And from sm_90 on a kernel that touches
+# device memory, branches or ends before it waits for earlier kernels (launch<> in lib/cuda/common.cuh says why).
 #     dev/kernel_report.sh [SOURCE]        default train_nsa.cu, which instantiates every kernel that it launches
 # Ends with "N passed, N failed".
 set -uo pipefail
@@ -14,8 +15,9 @@ if ! command -v "${NVCC:-nvcc}" >/dev/null; then
     echo "0 passed, 0 failed"
     exit 0
 fi
-log=$(mktemp)
-trap 'rm -f "$log" "$log".*' EXIT
+work=$(mktemp -d)
+log=$work/log
+trap 'rm -rf "$work"' EXIT
 # ROW CAPABILITY NAME FUNCTION HOW_MANY for each attention kernel, ARCH sm_N for each generation.
 "${CXX:-g++}" -std=c++17 -I. -x c++ - -o "$log.program" <<'EOF' && "$log.program" >"$log.rows" || exit 1
 #include <bitset>
@@ -40,7 +42,7 @@ for arch in $archs; do
     # An older nvcc does not know the latest; none lists sm_90a beside sm_90.
     "${NVCC:-nvcc}" --list-gpu-code | grep -x "${arch%a}" >/dev/null || continue
     if ! "${NVCC:-nvcc}" -x cu -std=c++17 -O3 -gencode="arch=compute_${arch#sm_},code=$arch" -diag-suppress 1675 \
-        -Werror all-warnings -Xptxas -v -Xcompiler -w -DUSE_CUDA -DNSA_WITHOUT_MAIN -cubin -o /dev/null "$source" \
+        -Werror all-warnings -Xptxas -v -Xcompiler -w -DUSE_CUDA -DNSA_WITHOUT_MAIN -cubin -o "$work/cubin" -keep -keep-dir "$work" "$source" \
         >"$log" 2>&1; then
         cat "$log"
         echo "$source does not compile for $arch"
@@ -52,6 +54,26 @@ for arch in $archs; do
         awk -v arch="$arch" '{ n = $1; code = $2; sub(/^ *[0-9]+ [^ ]+ /, "")
             printf "%s %s %s: %s of wgmma in %d places\n", code == "C7519" ? "ok  " : "FAIL", arch, $0, code, n }' \
             >"$log.wgmma"
+    # In PTX, where a compiler that moved a load before the wait would show it. Arguments are param, not device memory.
+    : >"$log.waits"
+    if [ "$(tr -dc 0-9 <<<"$arch")" -ge 90 ]; then
+        cat "$work"/*.ptx | c++filt | awk -v arch="$arch" '
+            /\.entry / { name = $0; sub(/.*\.entry (void )?/, "", name); sub(/\(.*/, "", name); first = "" }
+            /^}/ && name != "" {
+                if (first == "griddepcontrol.wait") waiting++
+                else { printf "FAIL %s %s: %s before it waits for earlier kernels\n", arch, name, first; failed++ }
+                name = ""
+            }
+            name != "" && first == "" {
+                op = $1 ~ /^@/ ? $2 : $1; sub(/;.*/, "", op)
+                if (op ~ /^(griddepcontrol|ld|ldu|st|atom|red|cp|prefetch|bra|brx|call|ret|exit)/ &&
+                    op !~ /^(ld|st)\.(volatile\.)?(param|shared|local|const)/) first = op
+            }
+            END {
+                printf "%s %s: %d kernels wait for earlier kernels first\n", failed || !waiting ? "FAIL" : "ok  ", arch, waiting
+            }' >"$log.waits"
+        rm "$work"/*.ptx
+    fi
     # ptxas reports each kernel in three lines: its name, its spills, its registers and shared memory.
     c++filt <"$log" | awk -v arch="$arch" '
         /Compiling entry function/ {
@@ -70,7 +92,7 @@ for arch in $archs; do
         FILENAME == ARGV[1] { name = $3; sub(/<.*/, "", name); count[name]++; next }
         $1 == "ROW" && ($2 ~ /a$/ ? "sm_" $2 == arch : $2 <= substr(arch, 4) + 0) {
             printf "%s %s %s: %d of %d kernels %s\n", count[$4] == $5 ? "ok  " : "FAIL", arch, $3, count[$4], $5, $4
-        }' "$log.kernels" "$log.rows" | cat "$log.kernels" "$log.wgmma" - >"$log.table"
+        }' "$log.kernels" "$log.rows" | cat "$log.kernels" "$log.wgmma" "$log.waits" - >"$log.table"
     cat "$log.table"
     passed=$((passed + $(grep -c '^ok' "$log.table"))) failed=$((failed + $(grep -c '^FAIL' "$log.table")))
 done

@@ -3,8 +3,8 @@
 // length is printed; arithmetic and memory traffic are counted from the shapes, so rates can be put beside the
 // machine's. On a GPU the clock is two events of the stream around each operation, for which nobody waits; every
 // layer has memory of its own, so that an operation finds its inputs no warmer in the caches than in training.
-// Then, on a GPU, the same steps without clocks: how far the host runs ahead of the GPU. One of them is marked for a
-// profiler:
+// Then, on a GPU, the same steps without clocks: how far the host runs ahead of the GPU, and what it brings that
+// kernels start early. One of them is marked for a profiler:
 //   ncu --profile-from-start off --metrics gpu__time_duration.sum build/tests --perf ...
 // gives the time of every kernel of one step; their sum, beside the time of the step without clocks, shows what is lost
 // between kernels.
@@ -512,6 +512,17 @@ void perf_plain_steps(Timed<Dev>& dev, PerfStep<Dev>& step, const std::string& n
                  "with a clock around every operation\n",
                  name.c_str(), tokens / plain.done, plain.done * 1e6, COUNT, plain.launched * 1e6,
                  clocked_seconds * 1e6);
+#ifdef CUDA_CHECK
+    kernels_start_early = false;
+    const auto in_turn = step.medians(COUNT);
+    kernels_start_early = true;
+    const auto again = step.medians(COUNT);
+    std::fprintf(
+        out,
+        "result: %s: step, no kernel starting early | %.1f | us | %.1f us before and %.1f us after with kernels "
+        "that start early where the GPU can (9.0), medians of %d\n",
+        name.c_str(), in_turn.done * 1e6, plain.done * 1e6, again.done * 1e6, COUNT);
+#endif
     std::fflush(out);
     dev.start_profiler();
     step.run();

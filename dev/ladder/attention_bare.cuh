@@ -106,6 +106,7 @@ template <int D>
 __global__ void __launch_bounds__(32)
     forward_kernel(Branch branch, bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v,
                    const uint32_t* selection, NsaShape s, float scale) {
+    wait_for_earlier_kernels();
     const Tile tile(branch, selection, s);
     unsigned q_rows[D / 16][4];
     for (int x = 0; x < D / 16; x++) load_a(q_rows[x], q + tile.first_row * D, D, s.T - tile.t0, x * 16);
@@ -152,6 +153,7 @@ __global__ void __launch_bounds__(32)
 template <int D>
 __global__ void __launch_bounds__(32)
     dq_kernel(BackwardArrays<bf16, float> d, InputArrays<bf16> in, Branch branch, NsaShape s, float scale) {
+    wait_for_earlier_kernels();
     const Tile tile(branch, in.selection, s);
     const bf16* const dout = d.dout + plain::Query(tile.first_row, in.selection, s).dout * D;
     unsigned q_rows[D / 16][4], dout_rows[D / 16][4];

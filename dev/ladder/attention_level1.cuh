@@ -88,6 +88,7 @@ __device__ inline KeyRange key_tiles(Branch branch, int t0, const NsaShape& s) {
 __global__ void __launch_bounds__(WARPS * 32, 1)
     forward_kernel(Branch branch, cuda_real* out, float* lse, const cuda_real* q, const cuda_real* k,
                    const cuda_real* v, const uint32_t* selection, NsaShape s, float scale) {
+    wait_for_earlier_kernels();
     DynamicShared shared;
     const Tile queries(shared, s.D), keys(shared, s.D), values(shared, s.D), sums(shared, s.D);
     unsigned* visible = shared.take<unsigned>(TILE);
@@ -128,6 +129,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
 // As plain::dq_kernel. One block per 32 queries of a head.
 __global__ void __launch_bounds__(WARPS * 32, 1)
     dq_kernel(Branch branch, BackwardArrays<cuda_real, float> d, InputArrays<cuda_real> in, NsaShape s, float scale) {
+    wait_for_earlier_kernels();
     DynamicShared shared;
     const Tile queries(shared, s.D), gradients(shared, s.D), keys(shared, s.D), values(shared, s.D), sums(shared, s.D);
     unsigned* visible = shared.take<unsigned>(TILE);
@@ -165,6 +167,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
 // As plain::dkdv_kernel. One block per 32 keys of a group; tiles of 32 queries go by, head by head.
 __global__ void __launch_bounds__(WARPS * 32, 1)
     dkdv_kernel(Branch branch, BackwardArrays<cuda_real, float> d, InputArrays<cuda_real> in, NsaShape s, float scale) {
+    wait_for_earlier_kernels();
     DynamicShared shared;
     const Tile queries(shared, s.D), gradients(shared, s.D), keys(shared, s.D), values(shared, s.D),
         dk_sums(shared, s.D), dv_sums(shared, s.D);

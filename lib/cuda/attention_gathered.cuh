@@ -333,6 +333,7 @@ template <int D>
 __global__ void __launch_bounds__(GATHER_WARPS * 32, D > 64 ? 1 : 2)
     gather_forward_kernel(bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v, const uint32_t* selection,
                           const SelectedChoice* choice, AttentionShape s) {
+    wait_for_earlier_kernels();
     if (choice && !choice->gather) return;
     const GatherBlock<D, false> block(q, nullptr, k, v, selection, s);
     for (int i = threadIdx.x; i < block.rows; i += blockDim.x) block.statistics[i] = make_float2(-FLT_MAX, 0);
@@ -365,6 +366,7 @@ template <int D>
 __global__ void __launch_bounds__(GATHER_WARPS * 32, D > 64 ? 1 : 2)
     gather_dq_kernel(float* dq, LayerGradients<bf16, float> d, LayerInputs<bf16, float> in,
                      const SelectedChoice* choice, AttentionShape s) {
+    wait_for_earlier_kernels();
     if (choice && !choice->gather) return;
     const GatherBlock<D, true> block(in.q, in.dout, in.k[SLC], in.v[SLC], in.selection, s);
     cp_async_wait<0>();
@@ -436,6 +438,7 @@ struct GatherPlan {
 // choosers [B*G, units, token_words]; a warp transposes one word of 32 tokens' selections
 __global__ void __launch_bounds__(128)
     transpose_selection_kernel(GatherPlan plan, const uint32_t* selection, AttentionShape s) {
+    wait_for_earlier_kernels();
     const int lane = threadIdx.x % 32;
     const int token_word = int(blockIdx.x) % plan.token_words;
     const int bg = int(blockIdx.x) / plan.token_words;
@@ -450,6 +453,7 @@ __global__ void __launch_bounds__(128)
 }
 // counts [B*G, units]; one warp each
 __global__ void __launch_bounds__(128) count_choosers_kernel(GatherPlan plan, int all_units) {
+    wait_for_earlier_kernels();
     const int unit = int(blockIdx.x) * 4 + int(threadIdx.x) / 32, lane = threadIdx.x % 32;
     if (unit >= all_units) return;  // a whole warp
     int count = 0;
@@ -460,6 +464,7 @@ __global__ void __launch_bounds__(128) count_choosers_kernel(GatherPlan plan, in
 }
 // extra [B*G, tiles + 1]; one warp for each (sequence, group)
 __global__ void __launch_bounds__(32) plan_chunks_kernel(GatherPlan plan, AttentionShape s) {
+    wait_for_earlier_kernels();
     const int lane = threadIdx.x, bg = blockIdx.x;
     int* extra = plan.extra + size_t(bg) * (plan.tiles + 1);
     int before = 0;
@@ -589,17 +594,20 @@ __device__ inline void compute_gathered_dkdv(const BackwardArrays<bf16, float>& 
 template <int D>
 __global__ void __launch_bounds__(dkdv_threads<D, KEY_TILE>(), D > 64 ? 2 : 4)
     gather_dkdv_kernel(BackwardArrays<bf16, float> d, InputArrays<bf16> in, GatherPlan plan, AttentionShape s) {
+    wait_for_earlier_kernels();
     compute_gathered_dkdv<D, WARP>(d, in, plan, s);
 }
 template <int D>
 __global__ void __launch_bounds__(WARPGROUP_THREADS, 3)
     warpgroup_gather_dkdv_kernel(BackwardArrays<bf16, float> d, InputArrays<bf16> in, GatherPlan plan,
                                  AttentionShape s) {
+    wait_for_earlier_kernels();
     if constexpr (COMPILED_FOR_WGMMA) compute_gathered_dkdv<D, WARPGROUP>(d, in, plan, s);
 }
 // dk, dv [B, G, key_stride, D] = the sums of the chunks; one block per tile of keys and (sequence, group)
 template <int D>
 __global__ void __launch_bounds__(256) add_chunks_kernel(bf16* dk, bf16* dv, GatherPlan plan, AttentionShape s) {
+    wait_for_earlier_kernels();
     const int tile = int(blockIdx.x) / s.batch_groups;
     const int bg = int(blockIdx.x) % s.batch_groups;
     const int chunks = plan.chunks(bg, tile);
@@ -638,6 +646,7 @@ HOST_DEVICE constexpr float gathered_piece_cost(float mma_cycles) {
 // one warp each
 __global__ void __launch_bounds__(128)
     measure_selections_kernel(int* counts, const uint32_t* selection, AttentionShape s) {
+    wait_for_earlier_kernels();
     const int item = int(blockIdx.x) * 4 + int(threadIdx.x) / 32, lane = threadIdx.x % 32;
     if (item >= s.tiles * s.batch_groups) return;  // a whole warp
     const int j0 = item % s.tiles * s.tile_tokens;
@@ -663,6 +672,7 @@ __global__ void __launch_bounds__(128)
 // choice = what costs less by the counts of measure_selections_kernel; one block
 __global__ void __launch_bounds__(256)
     choose_selected_kernel(SelectedChoice* choice, const int* counts, float piece_cost, AttentionShape s) {
+    wait_for_earlier_kernels();
     SHARED(double, sums, [3][8]);
     double visited = 0, pieces = 0, masked = 0;  // whole numbers, exact in any order
     for (int item = threadIdx.x; item < s.tiles * s.batch_groups; item += int(blockDim.x)) {

@@ -5,6 +5,7 @@
 // launch<>, the PTX wrappers, CUDA_CHECK, CUBLAS_CHECK, NCCL_CHECK. PTX is written here and nowhere else.
 //
 // A kernel runs on both if it
+//   - begins with wait_for_earlier_kernels();
 //   - declares shared memory with SHARED(float, sums, [32]); or DynamicShared shared; bf16* q = shared.take<bf16>(64);
 //   - converts bf16 with (float)x;
 //   - has at most one barrier or warp function on a source line, whose mask names exactly the lanes that take part;
@@ -102,6 +103,9 @@ inline void nccl_check(ncclResult_t r, const char* call, const char* file, int l
 #define NCCL_CHECK(call) nccl_check((call), #call, __FILE__, __LINE__)
 #endif
 
+// Whether launch<> lets a kernel start early (below); off for a comparison of the two.
+inline bool kernels_start_early = true;
+
 #ifndef SHARED  // the headers of the tests have these three themselves
 // ---------------------------------------------------------------------------------------------------------------------
 // Shared memory and launches.
@@ -122,6 +126,12 @@ struct DynamicShared {
 };
 
 // launch<kernel>(grid, block, dynamic shared bytes, stream, arguments...)
+//
+// From compute capability 9.0 on a kernel starts early: once every block of the kernel before it in the stream has
+// begun, its own blocks take the places that fall free and wait in wait_for_earlier_kernels() until that one is done
+// and what it wrote can be seen. So blocks are started and arguments fetched while others compute still. That the
+// kernels before that one are done too follows only because it, like every kernel here, waits before it does anything.
+// Events and copies, and the kernels of cuBLASLt and NCCL, come between two of ours in full order, as they always did.
 template <auto kernel, class... Args>
 void launch(dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream, Args... args) {
     // Every GPU grants 48 KiB; more has to be requested. Each kernel is launched by one thread and on one GPU.
@@ -131,7 +141,27 @@ void launch(dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream, Arg
                    __PRETTY_FUNCTION__, __FILE__, __LINE__);
         granted = shared_bytes;
     }
+#ifdef __HIP__
     kernel<<<grid, block, shared_bytes, stream>>>(args...);
+#else
+    // By the PTX that the code was made of: PTX for 8.0 has no such wait, on whichever GPU it runs.
+    static const bool waits = [] {
+        cudaFuncAttributes found = {};
+        cuda_check(cudaFuncGetAttributes(&found, kernel), __PRETTY_FUNCTION__, __FILE__, __LINE__);
+        return found.ptxVersion >= 90;
+    }();
+    cudaLaunchAttribute early = {};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid;
+    config.blockDim = block;
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = stream;
+    config.attrs = &early;
+    config.numAttrs = waits && kernels_start_early ? 1 : 0;
+    cudaLaunchKernelEx(&config, kernel, args...);
+#endif
     cuda_check(cudaGetLastError(), __PRETTY_FUNCTION__, __FILE__, __LINE__);
 }
 
@@ -194,6 +224,15 @@ __device__ inline float reciprocal_approx(float x) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // From here on for both compilers.
+
+// Every kernel begins with this, before it touches the GPU's memory: it waits until the kernels before it in the stream
+// are done and what they wrote can be seen, and lets the next one start early; see launch<>. Arguments may be read
+// before it, nothing else: dev/kernel_report.sh looks at what the compiler made of it.
+__device__ inline void wait_for_earlier_kernels() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;\n" ::: "memory");
+#endif
+}
 
 constexpr float LOG2_E = 1.4426950408889634f;  // e^x = 2^(LOG2_E x)
 

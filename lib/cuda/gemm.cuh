@@ -35,6 +35,7 @@ template <class In, class Out>
 __global__ void __launch_bounds__(GEMM_THREADS)
     plain_gemm_kernel(int M, int N, int K, GemmFactor<In> A, GemmFactor<In> B, const Out* addend, float beta, Out* C,
                       size_t ldc, size_t next_c) {
+    wait_for_earlier_kernels();
     SHARED(float, a_slice, [GEMM_DEPTH][GEMM_TILE + 1]);
     SHARED(float, b_slice, [GEMM_DEPTH][GEMM_TILE + 1]);
     const int first_row = int(blockIdx.y) * GEMM_TILE;

@@ -61,6 +61,7 @@ constexpr int SUM_PARTS = 1024;
 // partial[blockIdx.x] = sum of x over every SUM_PARTS-th piece, in fp64
 template <int W>
 __global__ void __launch_bounds__(SUM_THREADS) sum_parts_kernel(double* partial, const float* x, size_t count) {
+    wait_for_earlier_kernels();
     SHARED(double, of_warps, [SUM_WARPS]);
     double sum = 0;
     for (size_t i = thread_index() * W; i < count; i += size_t(gridDim.x) * blockDim.x * W) {
@@ -73,6 +74,7 @@ __global__ void __launch_bounds__(SUM_THREADS) sum_parts_kernel(double* partial,
 }
 // total += the parts, in a fixed order. One warp.
 __global__ void sum_total_kernel(double* total, const double* partial, int parts) {
+    wait_for_earlier_kernels();
     double sum = 0;
     for (int i = threadIdx.x; i < parts; i += 32) sum += partial[i];
     sum = lane_sum(sum);
@@ -82,6 +84,7 @@ __global__ void sum_total_kernel(double* total, const double* partial, int parts
 // squares[chunk] = sum of the squares of a chunk of x [total]; one block per chunk
 __global__ void __launch_bounds__(SUM_THREADS)
     chunk_squares_kernel(double* squares, const float* x, size_t total, size_t first_chunk) {
+    wait_for_earlier_kernels();
     SHARED(double, of_warps, [SUM_WARPS]);
     const size_t chunk = first_chunk + blockIdx.x;
     double sum = 0;
@@ -93,6 +96,7 @@ __global__ void __launch_bounds__(SUM_THREADS)
 // One block, so that the order is fixed; it is not the order of struct Cpu.
 __global__ void __launch_bounds__(SUM_THREADS)
     total_squares_kernel(double* total, const double* squares, size_t chunks, const float* guard) {
+    wait_for_earlier_kernels();
     SHARED(double, of_warps, [SUM_WARPS]);
     double sum = 0;
     for (size_t i = threadIdx.x; i < chunks; i += SUM_THREADS) sum += squares[i];
@@ -101,15 +105,18 @@ __global__ void __launch_bounds__(SUM_THREADS)
 }
 template <class T>
 __global__ void set_guard_kernel(T* guard, const double* loss) {
+    wait_for_earlier_kernels();
     if (threadIdx.x == 0) *guard = T(*loss);
 }
 
 #ifdef USE_NCCL
 // Gradients that travel between ranks as bf16.
 __global__ void narrow_kernel(__nv_bfloat16* y, const float* x, size_t count) {
+    wait_for_earlier_kernels();
     for (size_t i = thread_index(); i < count; i += size_t(gridDim.x) * blockDim.x) y[i] = __nv_bfloat16(x[i]);
 }
 __global__ void widen_kernel(float* y, const __nv_bfloat16* x, size_t count) {
+    wait_for_earlier_kernels();
     for (size_t i = thread_index(); i < count; i += size_t(gridDim.x) * blockDim.x) y[i] = float(x[i]);
 }
 #endif
@@ -137,6 +144,7 @@ __device__ inline void round_to(cuda_real* param, const float (&master)[W], [[ma
 template <int W>
 __global__ void adamw_kernel(cuda_real* param, float* master, float* m, float* v, const float* grad,
                              const AdamWSpan* spans, int span_count, AdamWConstants h) {
+    wait_for_earlier_kernels();
     // The factors of the gradient and of the parameter are computed in fp64, which is slow on many GPUs (1/64 of the
     // rate of fp32), so only once per block; and so are the spans of its first element and of that behind its last.
     SHARED(float, factors, [2]);
@@ -174,6 +182,7 @@ __device__ inline size_t muon_index(size_t i, size_t rows, size_t columns) {
 // Element i of the matrix, and i below `slot`, behind it.
 __global__ void muon_momentum_kernel(float* direction, float* m, const float* grad, const MuonMatrix* matrices,
                                      size_t rows, size_t columns, size_t slot, AdamWConstants h) {
+    wait_for_earlier_kernels();
     SHARED(float, scale, [1]);
     if (threadIdx.x == 0) scale[0] = clip_factor(h);
     __syncthreads();
@@ -191,6 +200,7 @@ __global__ void muon_momentum_kernel(float* direction, float* m, const float* gr
 }
 __global__ void muon_normalise_kernel(cuda_real* y, const float* direction, const double* squares, double factor,
                                       size_t size, size_t slot) {
+    wait_for_earlier_kernels();
     SHARED(float, scale, [1]);
     const double square = squares[blockIdx.y];
     if (threadIdx.x == 0) scale[0] = float(square > 0 ? factor / sqrt(square) : 0);
@@ -200,6 +210,7 @@ __global__ void muon_normalise_kernel(cuda_real* y, const float* direction, cons
 }
 __global__ void muon_apply_kernel(cuda_real* params, float* masters, const cuda_real* y, const MuonMatrix* matrices,
                                   size_t rows, size_t columns, AdamWConstants h) {
+    wait_for_earlier_kernels();
     SHARED(float, factors, [2]);
     if (threadIdx.x < 2) factors[threadIdx.x] = threadIdx.x == 0 ? clip_factor(h) : float(1 - h.lr * h.decay);
     __syncthreads();
@@ -214,6 +225,7 @@ __global__ void muon_apply_kernel(cuda_real* params, float* masters, const cuda_
 }
 __global__ void round_master_kernel(cuda_real* param, const float* master, size_t count, uint64_t seed, uint64_t stream,
                                     uint64_t counter) {
+    wait_for_earlier_kernels();
     const size_t i = thread_index();
     if (i < count) round_to(param + i, {master[i]}, seed, stream, counter + i);
 }

@@ -16,6 +16,7 @@
 
 // Does this binary hold code for this GPU? And is it for this architecture alone, such as sm_90a?
 __global__ void probe_kernel(int* specific) {
+    wait_for_earlier_kernels();
 #if defined(__CUDA_ARCH_SPECIFIC__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
     *specific = 1;
 #else

@@ -609,6 +609,7 @@ TEST(attention_kernels_selection_blocks) {
 }
 __global__ void used_key_tiles_kernel(uint32_t* used, const uint32_t* selected, int tokens, int tiles,
                                       AttentionShape s) {
+    wait_for_earlier_kernels();
     find_used_key_tiles(used, selected, tokens, tiles, s);
 }
 // A block that one token alone chose, whichever it is; the row after the last token has all bits, and nobody reads it.

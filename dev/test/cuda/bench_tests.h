@@ -119,7 +119,7 @@ inline void check_floor(double floor_us, double gflop, double megabytes, const s
     CHECK_NEAR(floor_us, expected, 0.051 + 2e-5 * expected);
 }
 // The table and the results of --perf; times: of any of its steps, which all count the same.
-inline void check_perf_report(const std::string& text, const std::string& name,
+inline void check_perf_report(const std::string& text, const std::string& name, bool on_gpu,
                               const std::map<std::string, OperationTime>& times) {
     const std::array<double, 2> ceilings = printed_ceilings(text);
     REQUIRE(ceilings[0] > 0 && ceilings[1] > 0);
@@ -147,7 +147,8 @@ inline void check_perf_report(const std::string& text, const std::string& name,
     const std::map<std::string, Result> results = results_of(text);
     size_t of_the_step = 0;  // beside those of products
     for (const auto& [what, result] : results) of_the_step += what.compare(0, 8, "product ") != 0;
-    CHECK_EQUAL(of_the_step, size_t(4));
+    CHECK_EQUAL(of_the_step, size_t(on_gpu ? 5 : 4));
+    CHECK_EQUAL(results.count(name + ": step, no kernel starting early"), size_t(on_gpu));
     for (const auto& [what, unit] :
          {std::pair("all operations", "us"), std::pair("step", "tokens/s"),
           std::pair("ceiling of matrix products", "TFLOP/s"), std::pair("ceiling of copies", "GB/s")})
@@ -609,7 +610,7 @@ TEST(cuda_bench_step_runs) {
                              "a step without clocks: the host had launched the step after ",
                              "ceilings measured in this run, at its end", "relative to the ceilings at the beginning"})
         CHECK(text.find(part) != std::string::npos);
-    bench_tests::check_perf_report(text, "perf, NSA, 1 x 64", dev.times);
+    bench_tests::check_perf_report(text, "perf, NSA, 1 x 64", true, dev.times);
     const auto& times = dev.times;
     for (const char* name : {"embedding_forward", "rmsnorm_backward", "attention_forward, compressed",
                              "attention_forward, selected", "attention_forward, window",
@@ -675,7 +676,7 @@ TEST(cuda_bench_full_step_runs) {
     for (const char* name : {"attention_forward, full attention", "attention_backward, full attention"})
         CHECK(dev.times.count(name) == 1);
     for (const auto& [name, time] : dev.times) CHECK(name.find("window") == std::string::npos);
-    bench_tests::check_perf_report(report.text(), "perf, full attention, 1 x 64, recompute 1", dev.times);
+    bench_tests::check_perf_report(report.text(), "perf, full attention, 1 x 64, recompute 1", true, dev.times);
 }
 // The CPU's steps have a clock around every operation, and no others.
 TEST(cuda_bench_cpu_step_runs) {
@@ -685,7 +686,7 @@ TEST(cuda_bench_cpu_step_runs) {
     const bench_tests::Report report;
     CHECK_EQUAL(perf_on<Cpu<float>>(dev, c, 1, 64, report.file), 0);
     CHECK(report.text().find("without clocks") == std::string::npos);
-    bench_tests::check_perf_report(report.text(), "perf, NSA, 1 x 64", dev.times);
+    bench_tests::check_perf_report(report.text(), "perf, NSA, 1 x 64", false, dev.times);
 }
 #ifndef PRECISION_FP32
 // GiB that training takes: activations, parameters, gradients and moments, cuBLASLt's workspace, and the scratch memory
