@@ -19,20 +19,6 @@
 #include "perf.h"
 #include "selections.h"
 
-// A floor per layer in microseconds on an H200 at 790 TFLOP/s and 4.8 TB/s, counted by hand (all branches, scores,
-// exponentials), for 12 heads of 64 in 2 groups and the paper's l, d, l', n, w, and for `sequences` of T tokens. Full
-// attention takes 4 D forward and 10 D backward for each pair: scores computed again count here, but not in perf.h.
-// There is no formula for other lengths: the sum, over branches, scores and the gated sum, of the longest of products,
-// exponentials and memory is within 2 % of these figures for NSA, but does not reproduce them to the microsecond.
-struct CountedFloor {
-    int T, sequences;
-    double forward, backward, dense_forward, dense_backward;
-};
-constexpr CountedFloor COUNTED_FLOORS[] = {{2048, 16, 233, 465, 131, 326},
-                                           {8192, 1, 72, 146, 130, 326},
-                                           {32768, 1, 473, 847, 2088, 5219},
-                                           {65536, 1, 1427, 2352, 8351, 20877}};
-
 // The sums that a row is part of.
 enum AttentionWhole { NSA_SHARED = 1, NSA_SCATTERED = 2, FULL = 4, NSA_TRAINED = 8, NSA_UNIFORM = 16 };
 constexpr const char *WHOLE_SHARED = "NSA, all of the above, shared",
@@ -380,23 +366,10 @@ inline void print_attention_rows(const std::vector<AttentionRow>& rows, const Ns
         if (row)
             std::fprintf(out, "        NSA / full attention, %s: %.2f forward, %.2f backward\n", name,
                          row->us[0] / full.us[0], row->us[1] / full.us[1]);
-    const CountedFloor* counted = nullptr;
-    for (const CountedFloor& f : COUNTED_FLOORS)
-        if (f.T == s.T) counted = &f;
-    const double scale = counted ? double(s.B) / counted->sequences : 0;
-    if (counted)
-        std::fprintf(out,
-                     "        floor on an H200, counted for 12 heads of 64: NSA %.0f forward, %.0f backward; full "
-                     "attention %.0f, %.0f\n",
-                     counted->forward * scale, counted->backward * scale, counted->dense_forward * scale,
-                     counted->dense_backward * scale);
     const std::string shape = format_text("%d x %d, %d heads in %d groups of dimension %d", s.B, s.T, s.H, s.G, s.D);
     for (const bool dense : {false, true})
         for (const int pass : {0, 1}) {
             const AttentionRow& row = dense ? full : shared;
-            const double floor = !counted ? 0
-                                 : dense  ? (pass ? counted->dense_backward : counted->dense_forward)
-                                          : (pass ? counted->backward : counted->forward);
             std::string ratio;
             if (!dense) ratio = format_text(", %.2f of full attention", row.us[pass] / full.us[pass]);
             for (const auto& [other, name] : others)
@@ -404,11 +377,9 @@ inline void print_attention_rows(const std::vector<AttentionRow>& rows, const Ns
                     ratio += format_text("; selection %s: %.1f us, %.2f", name, other->us[pass],
                                          other->us[pass] / full.us[pass]);
             std::fprintf(
-                out,
-                "result: attention, %s, %d x %d: %s | %.1f | us | %s%s; floor %.1f us at the measured ceilings%s\n",
+                out, "result: attention, %s, %d x %d: %s | %.1f | us | %s%s; floor %.1f us at the measured ceilings\n",
                 dense ? "full" : "NSA", s.B, s.T, pass ? "backward" : "forward", row.us[pass], shape.c_str(),
-                ratio.c_str(), row.floor[pass],
-                counted ? format_text(", %.0f us counted for an H200", floor * scale).c_str() : "");
+                ratio.c_str(), row.floor[pass]);
         }
     std::fflush(out);
 }

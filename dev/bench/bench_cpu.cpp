@@ -5,7 +5,7 @@
 //   bench_cpu attention                           the three branches, forward and backward, T = 2k .. 32k
 //   bench_cpu decode [options of train]           one decoded token behind 1k .. 64k others, NSA beside full attention
 //   bench_cpu full [options of train]             a layer's training step, NSA beside full attention
-//   bench_cpu step [options of train]             whole training steps, and the share of each kind of operation
+//   bench_cpu step [options of train]             a training step, operation by operation, as tests --perf has it
 //   bench_cpu rate NAME STEPS [options of train]  whole training steps, one line "rate NAME tokens/s" each
 //   bench_cpu tokenize FILE VOCAB_DIR             the encoder on one thread, "rate tokenize-ours MB/s"
 // Numbers are medians of repeated measurements, and contenders take turns. The last line of a mode says how much of the
@@ -302,48 +302,11 @@ struct StepBench {
     }
 };
 
-static std::string kind_of(const std::string& operation) {
-    if (operation.compare(0, 7, "matmul_") == 0) return "GEMM";
-    if (operation.compare(0, 18, "attention_forward,") == 0 || operation.compare(0, 19, "attention_backward,") == 0)
-        return "attention";
-    if (operation.compare(0, 9, "compress_") == 0) return "compression";
-    return "everything else";
-}
-
 static void bench_step(const Config& c, bool bf16, int steps) {
-    StepBench bench(c, bf16);
-    GemmRate reference;
-    reference.gemm.bf16 = bf16;
-    bench.step(), reference.run();
-    bench.dev.times.clear();
-    std::vector<double> seconds, gemm_seconds;
-    for (int i = 0; i < steps; i++) {
-        for (int k = 0; k < 5; k++) gemm_seconds.push_back(seconds_of([&] { reference.run(); }));
-        seconds.push_back(seconds_of([&] { bench.step(); }));
-    }
-    std::map<std::string, OperationTime> kinds;
-    OperationTime all;
-    for (const auto& [name, t] : bench.dev.times)
-        for (OperationTime* to : {&kinds[kind_of(name)], &all})
-            to->seconds += t.seconds, to->flops += t.flops, to->bytes += t.bytes;
-    double whole = 0, flops = 0;
-    for (double s : seconds) whole += s;
-    for (const char* kind : {"GEMM", "attention", "compression"}) flops += kinds[kind].flops;
-    const double gemm = GemmRate::rate(median(gemm_seconds)),
-                 tokens_per_second = double(bench.tokens.size()) / median(seconds);
-    std::printf(
-        "%s, B %lld, T %lld, %s: median %.1f tokens/s of %d steps; GEMM alone %.0f GFLOP/s, the step %.0f useful "
-        "GFLOP/s, %.2f of it; peak memory %.0f MiB\n",
-        c.model.c_str(), (long long)c.batch, (long long)c.seq_len, bf16 ? "bf16" : "fp32", tokens_per_second, steps,
-        gemm * 1e-9, flops / whole * 1e-9, flops / whole / gemm, peak_memory_mib());
-    for (const auto& [kind, t] : kinds)
-        std::printf("    %-26s %5.1f %% of the step, %6.0f GFLOP/s (%3.0f %% of GEMM), %5.1f GB/s\n", kind.c_str(),
-                    100 * t.seconds / whole, t.flops / t.seconds * 1e-9, 100 * t.flops / t.seconds / gemm,
-                    t.bytes / t.seconds * 1e-9);
-    std::vector<std::pair<std::string, OperationTime>> rows(bench.dev.times.begin(), bench.dev.times.end());
-    std::sort(rows.begin(), rows.end(),
-              [](const auto& x, const auto& y) { return x.second.seconds > y.second.seconds; });
-    for (const auto& [name, t] : rows) std::printf("        %-34s %5.1f %%\n", name.c_str(), 100 * t.seconds / whole);
+    Timed<Cpu<float>> dev;
+    dev.gemm.bf16 = bf16;
+    perf_on(dev, c, steps);
+    std::printf("peak memory %.0f MiB\n", peak_memory_mib());
 }
 
 static void bench_rate(const Config& c, bool bf16, const std::string& name, int steps) {

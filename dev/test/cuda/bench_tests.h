@@ -486,37 +486,6 @@ TEST(cuda_bench_attention_with_selections) {
     CHECK(take_option(words, "--selections", path) && path == "a.json" && words.size() == 3);
     CHECK(!take_option(words, "--selections", path) && words.size() == 3);
 }
-// What was counted by hand for a length stands in that length's results, for as many sequences as there are.
-TEST(cuda_bench_counted_floors) {
-    const Ceilings ceilings = {790e12, 4.8e12, 0, 0, 0};
-    for (const int T : {2048, 4096, 8192}) {
-        NsaShape s = bench_tests::bench_shape(T);
-        s.B = 65536 / T;
-        std::vector<AttentionRow> rows;
-        for (const char* name : {WHOLE_SHARED, WHOLE_SCATTERED, WHOLE_FULL}) {
-            AttentionRow row{T, s.B, name, {}};
-            row.us[0] = row.us[1] = name == WHOLE_FULL ? 400 : 300;
-            rows.push_back(row);
-        }
-        const bench_tests::Report report;
-        print_attention_rows(rows, s, ceilings, report.file);
-        const std::map<std::string, bench_tests::Result> results = bench_tests::results_of(report.text());
-        CHECK_EQUAL(results.size(), size_t(4));
-        auto counted = [&](const char* what) {  // 0: none
-            const auto result = results.find(format_text("attention, %s", what));
-            REQUIRE(result != results.end());
-            const size_t at = result->second.conditions.find(" us at the measured ceilings, ");
-            return at == std::string::npos ? 0 : std::atoi(result->second.conditions.c_str() + at + 30);
-        };
-        CHECK(results.begin()->second.conditions.find("0.75 of full attention; selection scattered: 300.0 us, 0.75") !=
-              std::string::npos);
-        if (T == 2048)
-            CHECK(counted("NSA, 32 x 2048: forward") == 466 && counted("NSA, 32 x 2048: backward") == 930 &&
-                  counted("full, 32 x 2048: forward") == 262 && counted("full, 32 x 2048: backward") == 652);
-        if (T == 4096) CHECK(counted("NSA, 16 x 4096: forward") == 0 && counted("full, 16 x 4096: backward") == 0);
-        if (T == 8192) CHECK(counted("NSA, 8 x 8192: backward") == 1168 && counted("full, 8 x 8192: forward") == 1040);
-    }
-}
 // Others' times beside ours: from rows whose sums are known, at two of the three lengths that others have.
 TEST(cuda_bench_published_times) {
     std::vector<AttentionRow> rows;
