@@ -115,10 +115,11 @@ DEPENDS = -MMD -MP -MF $@.d -MT $@
 APART := $(patsubst lib/%.cpp,$(BUILD)/%.o,$(wildcard lib/*/*.cpp))
 train_nsa $(BUILD)/train_nsa: $(BUILD)/train_nsa.o $(APART)
 	$(call quiet,LINK)$(LINK) $(filter %.o,$^) -o $@ $(LIBS)
-$(BUILD)/train_nsa.o: train_nsa.cu lib/report/hf/*.py lib/report/html/* $(BUILD)/command $(BUILD)/version
+$(BUILD)/train_nsa.o: train_nsa.cu lib/report/hf/*.py lib/report/html/inspect.html $(BUILD)/command $(BUILD)/version
 	$(call quiet,$(COMPILER))$(COMPILE) -DCOMPILED_APART -DPROGRAM_VERSION=$(VERSION) $(DEPENDS) -c $< -o $@
 $(APART): $(BUILD)/%.o: lib/%.cpp $(BUILD)/command
 	$(call quiet,CXX )mkdir -p $(@D) && $(HOST) -DCOMPILED_APART $(DEPENDS) -c $< -o $@
+$(BUILD)/report/report.o: lib/report/html/report.html
 -include $(wildcard $(BUILD)/*.d $(BUILD)/*/*.d)
 
 ifneq ($(wildcard dev/dev.mk),)

@@ -43,7 +43,7 @@ using DeviceEngine = void;
 // defines: TensorList, TensorSpec, matrix_of, vector_of, initial_value
 #include "lib/model/tensors.h"
 // defines: report_runs
-#include "lib/report/run_report.h"
+#include "lib/report/report.h"
 // defines: print_version
 #include "lib/run/build_info.h"
 // defines: shape_of, complete_options, read_options_file

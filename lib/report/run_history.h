@@ -1,5 +1,5 @@
 // run_history.h: what a run's folder says about it, as series of numbers: of a finished run, of one that is under way,
-// and of one that was killed. Used by run_page.h.
+// and of one that was killed. Used by report.h.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -41,7 +41,7 @@ struct RunHistory {
     size_t unreadable = 0;
     bool torn = false;  // the last line is not whole
 
-    const LogSeries& of(const std::string& name) const {
+    const LogSeries& series(const std::string& name) const {
         static const LogSeries none;
         const auto found = numbers.find(name);
         return found == numbers.end() ? none : found->second;
@@ -49,13 +49,6 @@ struct RunHistory {
     std::string option(const std::string& name) const {
         const auto found = options.find(name);
         return found == options.end() ? "" : found->second;
-    }
-    // Names of the validation sets beside the one that decides.
-    std::vector<std::string> other_sets() const {
-        std::vector<std::string> names;
-        for (const auto& [name, series] : numbers)
-            if (name.compare(0, 9, "val_loss/") == 0) names.push_back(name.substr(9));
-        return names;
     }
     size_t layers() const {
         const std::string name = "gate_entropy/layer_";
@@ -99,24 +92,29 @@ inline double median_value(const LogSeries& series) {
 inline double flops_utilisation(const RunHistory& run) {
     const double peak = run.fact("peak_flops") * run.fact("ranks");
     if (!(peak > 0)) return std::numeric_limits<double>::quiet_NaN();
-    return median_value(run.of("tokens_per_s")) * run.fact("flops_per_token") / peak;
+    return median_value(run.series("tokens_per_s")) * run.fact("flops_per_token") / peak;
 }
 
 // The largest that was logged, of a GPU where there is one; NaN where none was.
-inline double peak_memory_of(const RunHistory& run) {
+inline double peak_memory(const RunHistory& run) {
     double peak = std::numeric_limits<double>::quiet_NaN();
     const bool gpu = run.numbers.count("peak_gpu_memory_mib");
-    for (const LogPoint& p : run.of(gpu ? "peak_gpu_memory_mib" : "peak_memory_mib")) peak = std::fmax(peak, p.value);
+    for (const LogPoint& p : run.series(gpu ? "peak_gpu_memory_mib" : "peak_memory_mib"))
+        peak = std::fmax(peak, p.value);
     return peak;
 }
 
-// now: since 1970. A run whose last line is no older than a minute, or than a few of its steps, is taken to be at work.
-inline std::string state_of(const RunHistory& run, double now) {
+inline bool is_finished(const RunHistory& run) {
     const std::string steps = run.option("steps");
-    std::string at = format_text("step %lld", (long long)run.last_step);
-    if (!steps.empty()) at += " of " + steps;
-    if (!steps.empty() && run.last_step >= std::atoll(steps.c_str())) return "finished, " + at;
-    const double age = now - run.last_time, step_ms = median_value(run.of("ms"));
+    return !steps.empty() && run.last_step >= std::atoll(steps.c_str());
+}
+
+// now: since 1970. A run whose last line is no older than a minute, or than a few of its steps, is taken to be at work.
+inline std::string describe_state(const RunHistory& run, double now) {
+    const std::string steps = run.option("steps");
+    const std::string at = format_text("step %lld", (long long)run.last_step) + (steps.empty() ? "" : " of " + steps);
+    if (is_finished(run)) return "finished, " + at;
+    const double age = now - run.last_time, step_ms = median_value(run.series("ms"));
     const double patience = std::fmax(60, std::isfinite(step_ms) ? step_ms * 5e-3 : 0);
     return (age < patience ? "running, " : "ended early, ") + at;
 }
@@ -145,7 +143,7 @@ inline void add_log_line(RunHistory& run, const Json& line, const std::string& p
     run.last_time = time;
     run.last_step = std::max(run.last_step, int64_t(step));
     LogPoint point = {step, seen, run.hours, 0};
-    if (!tokens && !run.of("tokens").empty()) point.tokens = run.of("tokens").back().value;
+    if (!tokens && !run.series("tokens").empty()) point.tokens = run.series("tokens").back().value;
     if (start) run.starts.push_back({point, time, *start});
     if (const Json* sample = line.find("sample")) {
         run.sample = sample->string(path);

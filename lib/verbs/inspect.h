@@ -17,6 +17,7 @@
 #include "../run/prompts.h"
 #include "../model/shape.h"
 #include "../data/tokenize.h"
+#include "../report/page.h"
 #include "trained_model.h"
 
 EMBED_FILE(inspect_page, "lib/report/html/inspect.html")
@@ -144,17 +145,13 @@ class Inspection {
 
     void write(const std::string& html_path, const std::string& json_path) {
         json += "]}\n";
-        // In HTML this could end the script, or hide its end; in JSON it is the same.
-        for (size_t at = 0; (at = json.find('<', at)) != std::string::npos;) json.replace(at, 1, "\\u003c");
         if (!json_path.empty()) {
             write_output_file("json", json_path, json, INSPECTED_BEGINNING);
             std::printf("inspect: %s\n", printable(json_path).c_str());
         }
         if (html_path.empty()) return;
-        std::string page(file_inspect_page, file_inspect_page_end);
-        const std::string place = "@JSON@";
-        page.replace(page.find(place), place.size(), json);
-        write_output_file("html", html_path, page, PAGE_BEGINNING);
+        const std::string page(file_inspect_page, file_inspect_page_end);
+        write_output_file("html", html_path, fill_page(page, json), PAGE_BEGINNING);
         std::printf("inspect: %s\n", printable(html_path).c_str());
     }
 

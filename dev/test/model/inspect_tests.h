@@ -142,7 +142,7 @@ TEST(inspect_page_holds_its_json_and_refers_to_nothing_outside) {
     const std::string page = read_file(folder.file("x.html")), json = read_file(folder.file("x.json"));
     const std::string open = "<script type=\"application/json\" id=\"data\">";
     const size_t at = page.find(open) + open.size(), end = page.find("</script>", at);
-    CHECK(page.substr(at, end - at) == json);
+    CHECK(page.substr(at, end - at) == std::regex_replace(json, std::regex("<"), "\\u003c"));
     const std::string frame = page.substr(0, at) + page.substr(end);
     const std::string source = read_file("lib/report/html/inspect.html");
     CHECK(frame == std::regex_replace(source, std::regex("@JSON@"), ""));

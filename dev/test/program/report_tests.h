@@ -1,7 +1,7 @@
 // report_tests.h: the verb `report` on logs of all kinds, its page's numbers against the log's, and TensorBoard's
 // records read by a few lines of their own.
 #pragma once
-#include "../../../lib/report/run_page.h"
+#include "../../../lib/report/report.h"
 #include "program.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -62,38 +62,28 @@ inline std::string value_of(const std::vector<ReportRow>& rows, const std::strin
 
 inline bool holds(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 
-// Every tag that HTML wants closed is, in the order it was opened; returns what lies wrong.
-inline std::string unbalanced_tag(std::string page) {
-    page = std::regex_replace(page, std::regex("<(style|script)>[^]*?</(style|script)>"), "");
-    std::vector<std::string> open;
-    const std::regex tag("<(/?)([a-zA-Z0-9]+)[^<>]*?(/?)>");
-    for (std::sregex_iterator at(page.begin(), page.end(), tag), end; at != end; ++at) {
-        const std::string name = (*at)[2];
-        if ((*at)[3] == "/" || name == "meta") continue;
-        if ((*at)[1] == "") open.push_back(name);
-        else if (open.empty() || open.back() != name) return "</" + name + "> at " + std::to_string(at->position());
-        else open.pop_back();
-    }
-    return open.empty() ? "" : "<" + open.back() + "> stays open";
+const std::string DATA_BEGIN = "<script type=\"application/json\" id=\"data\">";
+
+// What a page has of the runs, and the page around it.
+inline std::string data_of_page(const std::string& page) {
+    const size_t at = page.find(DATA_BEGIN) + DATA_BEGIN.size();
+    return page.substr(at, page.find("</script>", at) - at);
+}
+inline Json parse_page(const std::string& page) { return parse_json(data_of_page(page), "page"); }
+inline std::string frame_of_page(const std::string& page) {
+    const size_t at = page.find(DATA_BEGIN) + DATA_BEGIN.size();
+    return page.substr(0, at) + page.substr(page.find("</script>", at));
 }
 
-// The points of the first line of this name, from pixels back to numbers.
-inline std::vector<std::pair<double, double>> drawn_points(const std::string& page, const std::string& name) {
+// A number of a run as {tokens, value}, NaN for null.
+inline std::vector<std::pair<double, double>> points_in(const Json& page, size_t run, const std::string& name) {
     std::vector<std::pair<double, double>> points;
-    const size_t at = page.find("data-name=\"" + name + "\""), d = page.find(" d=\"", at) + 4;
-    const size_t axes = page.rfind("data-axes=\"", at) + 11;
-    if (at == std::string::npos) return points;
-    double left, right, top, bottom, x_high, low, high;
-    int factors;
-    if (std::sscanf(page.c_str() + axes, "%lf %lf %lf %lf %lf %lf %lf %d", &left, &right, &top, &bottom, &x_high, &low,
-                    &high, &factors) != 8 ||
-        factors)
-        return points;
-    const std::string path = page.substr(d, page.find('"', d) - d);
-    const std::regex point("[ML]([-0-9.]+) ([-0-9.]+)");
-    for (std::sregex_iterator it(path.begin(), path.end(), point), end; it != end; ++it)
-        points.emplace_back((std::stod((*it)[1]) - left) / (right - left) * x_high,
-                            low + (bottom - std::stod((*it)[2])) / (bottom - top) * (high - low));
+    const Json* const series = page.array("runs", "page").at(run).get("numbers", "page").find(name);
+    for (const Json& p : series ? series->items : std::vector<Json>()) {
+        REQUIRE(p.items.size() == 4);  // step, tokens, hours, value
+        const Json& value = p.items[3];
+        points.emplace_back(p.items[1].number("page"), value.kind == Json::Null ? NAN : value.number("page"));
+    }
     return points;
 }
 
@@ -160,12 +150,12 @@ TEST(report_reads_a_run_that_was_resumed) {
     CHECK_EQUAL(run.skipped[0].step, 3.0);
     CHECK_EQUAL(run.sample, std::string("Once <upon> a & time"));
     CHECK_EQUAL(run.layers(), size_t(2));
-    CHECK_EQUAL(last_value(run.of("gate_slc/layer_1")), 0.5);
-    CHECK_EQUAL(last_value(run.of("importance_selected/layer_0")), 0.9);
+    CHECK_EQUAL(last_value(run.series("gate_slc/layer_1")), 0.5);
+    CHECK_EQUAL(last_value(run.series("importance_selected/layer_0")), 0.9);
     // 4 seconds before the pause, 7 after it
     CHECK_NEAR(run.hours * 3600, 11, 1e-9);
-    CHECK_NEAR(run.of("val_loss")[1].hours * 3600, 4, 1e-9);
-    const std::vector<ReportRow> rows = report_rows({run}, 5000);
+    CHECK_NEAR(run.series("val_loss")[1].hours * 3600, 4, 1e-9);
+    const std::vector<ReportRow> rows = list_numbers({run}, 5000);
     CHECK_EQUAL(value_of(rows, "validation loss"), std::string("2.6789"));
     CHECK_EQUAL(value_of(rows, "lowest"), std::string("2.6789, step 4"));
     CHECK_EQUAL(value_of(rows, "training loss"), std::string("2.5000"));
@@ -177,17 +167,14 @@ TEST(report_reads_a_run_that_was_resumed) {
     CHECK_EQUAL(value_of(rows, "HellaSwag"), std::string("no such row"));
     const RunHistory choices = history(
         folder, "choices", resumed_run() + line_begin(4, 4612) + ",\"hellaswag\":0.271,\"hellaswag_plain\":0.3}\n");
-    CHECK_EQUAL(value_of(report_rows({choices}, 5000), "HellaSwag"), std::string("0.2710"));
-    CHECK_EQUAL(choices.of("hellaswag")[0].tokens, 400.0);
+    CHECK_EQUAL(value_of(list_numbers({choices}, 5000), "HellaSwag"), std::string("0.2710"));
+    CHECK_EQUAL(choices.series("hellaswag")[0].tokens, 400.0);
     // Recall of the built-in corpus, beside what guessing costs: ln 26.
     const std::vector<RunHistory> recall = {
         history(folder, "recall",
                 resumed_run() + line_begin(4, 4612) + ",\"val_loss\":2.5,\"val_tokens\":64,\"recall_loss\":0.625}\n")};
     CHECK_EQUAL(value_of(rows, "recall loss"), std::string("no such row"));
-    CHECK_EQUAL(value_of(report_rows(recall, 5000), "recall loss"), std::string("0.6250"));
-    CHECK(holds(report_page(recall, 5000), "guessing 3.26"));
-    CHECK(!holds(report_page({choices}, 5000), "guessing"));
-    CHECK(holds(report_page({choices}, 5000), "GPT-2 124M 0.2945"));
+    CHECK_EQUAL(value_of(list_numbers(recall, 5000), "recall loss"), std::string("0.6250"));
 }
 
 // A clock that somebody sets is no time at work: each line has the count of another one.
@@ -228,24 +215,26 @@ TEST(report_page_runs_no_script_of_the_log) {
         folder, "run", log, "{\"program\": \"train_nsa\", \"model\": " + quoted + ", " + quoted + ": " + quoted + "}")};
     CHECK_EQUAL(runs[0].unreadable, size_t(4));
     CHECK_EQUAL(runs[0].val_set, std::string("good"));
-    CHECK(runs[0].other_sets() == std::vector<std::string>{"good.name-1"});
-    runs[0].numbers["val_loss/" + evil] = runs[0].of("val_loss");  // as if it had come through
+    const std::string source = read_file("lib/report/html/report.html");
     for (size_t n : {1, 2}) {
         runs.resize(n, runs[0]);
         runs.back().folder = evil;
-        const std::string page = report_page(runs, 5000);
-        CHECK_EQUAL(unbalanced_tag(page), std::string());
-        CHECK(!holds(page, "<img") && holds(page, "&lt;img src=x"));
-        const size_t script = page.find("<script>") + 8, end = page.find("</script>");
-        CHECK(page.find("<script", script) == std::string::npos &&
-              page.find("</script>", end + 1) == std::string::npos);
-        CHECK(holds(page, "default-src 'none'") && !holds(page, "script-src 'unsafe-inline'"));
-        CHECK(holds(page, "script-src 'sha256-" + sha256_base64(page.substr(script, end - script)) + "'"));
-        CHECK(!holds(report_text(runs, 5000, 80), "\x1b"));
+        const std::string page = make_report_page(runs, 5000);
+        // Around its JSON the page is the file; within it nothing can begin a tag, and the script makes texts alone.
+        CHECK(frame_of_page(page) == std::regex_replace(source, std::regex("@JSON@"), ""));
+        CHECK(!holds(data_of_page(page), "<"));
+        CHECK_EQUAL(parse_page(page).array("sets", "page").size(), size_t(1));
+        CHECK_EQUAL(parse_page(page).array("runs", "page").back().string("folder", "page"), evil);
+        CHECK(!holds(make_report_text(runs, 5000, 80), "\x1b"));
     }
-    const std::string inspected(file_inspect_page, file_inspect_page_end);
-    const size_t script = inspected.find("<script>") + 8, end = inspected.find("</script>", script);
-    CHECK(holds(inspected, "script-src 'sha256-" + sha256_base64(inspected.substr(script, end - script)) + "'"));
+    for (const char* word : {"innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function("})
+        CHECK(!holds(source, word));
+    for (const std::string& html : {source, std::string(file_inspect_page, file_inspect_page_end)}) {
+        const size_t script = html.find("<script>") + 8, end = html.find("</script>", script);
+        CHECK(holds(html, "default-src 'none'") && !holds(html, "script-src 'unsafe-inline'"));
+        const size_t hash = html.find("script-src 'sha256-") + 19;
+        CHECK_EQUAL(html.substr(hash, html.find("'", hash) - hash), sha256_base64(html.substr(script, end - script)));
+    }
 }
 
 // Whatever is there counts, and what cannot be read is said.
@@ -257,13 +246,13 @@ TEST(report_reads_logs_that_end_anywhere) {
     for (size_t bytes = 0; bytes + 1 < last.size(); bytes += 7) {
         const RunHistory run = history(folder, "torn", whole + last.substr(0, bytes));
         CHECK(run.torn == (bytes > 0) && run.last_step == 1 && run.unreadable == 0);
-        CHECK_EQUAL(last_value(run.of("loss")), 5.25);
+        CHECK_EQUAL(last_value(run.series("loss")), 5.25);
     }
     const RunHistory no_newline = history(folder, "torn", whole + last.substr(0, last.size() - 1));
     CHECK(!no_newline.torn && no_newline.last_step == 2);
     const RunHistory damaged = history(folder, "damaged", whole + "{\"step\":1,\"ti\n" + last);
     CHECK(!damaged.torn && damaged.unreadable == 1 && damaged.last_step == 2);
-    CHECK(holds(value_of(report_rows({damaged}, 1e9), "state"), "1 line of the log cannot be read"));
+    CHECK(holds(value_of(list_numbers({damaged}, 1e9), "state"), "1 line of the log cannot be read"));
     // Lines that are JSON, and nonsense.
     const std::string nonsense =
         "{\"step\":-1,\"time\":10,\"clock\":1}\n"
@@ -277,14 +266,14 @@ TEST(report_reads_logs_that_end_anywhere) {
     CHECK_EQUAL(history(folder, "nonsense", nonsense + whole).unreadable, size_t(8));
     const std::vector<RunHistory> wild = {
         history(folder, "wild", training(1, 1002, "1e308", 1e17) + training(2, 1003, "-1e308", 1e17 + 16))};
-    CHECK(!report_page(wild, 20).empty() && !report_text(wild, 20, 80).empty());
+    CHECK(!make_report_page(wild, 20).empty() && !make_report_text(wild, 20, 80).empty());
     // Without starts, validation, statistics, run.json: as much as there is.
     const std::vector<RunHistory> bare = {
         history(folder, "bare", "{\"step\":1,\"time\":10,\"clock\":1,\"loss\":4,\"tokens\":64}\n", "")};
-    const std::string page = report_page(bare, 20);
-    CHECK_EQUAL(unbalanced_tag(page), std::string());
-    CHECK(holds(page, "Training loss over tokens") && !holds(page, "Sparse attention"));
-    CHECK_EQUAL(value_of(report_rows(bare, 20), "MFU"), std::string("n/a"));
+    const Json page = parse_page(make_report_page(bare, 20));
+    CHECK_EQUAL(points_in(page, 0, "loss").size(), size_t(1));
+    CHECK_EQUAL(page.array("runs", "page")[0].integer("layers", "page"), int64_t(0));
+    CHECK_EQUAL(value_of(list_numbers(bare, 20), "MFU"), std::string("n/a"));
     CHECK_FAILS(1, "none of its lines", history(folder, "empty", ""));
     CHECK_FAILS(1, "the last is torn", history(folder, "empty", "{\"step\":1,\"t"));
     CHECK_FAILS(1, "none of its lines", history(folder, "empty", "[1]\n3\nnull\n{}\n\n"));
@@ -294,39 +283,35 @@ TEST(report_tells_finished_running_and_ended_runs_apart) {
     using namespace report_log;
     const TempFolder folder;
     const RunHistory done = history(folder, "done", resumed_run());
-    CHECK_EQUAL(state_of(done, 4611), std::string("finished, step 4 of 4"));
+    CHECK_EQUAL(describe_state(done, 4611), std::string("finished, step 4 of 4"));
     const RunHistory half = history(folder, "half", start(0, 1000) + training(2, 1010, "5", 1));
-    CHECK_EQUAL(state_of(half, 1030), std::string("running, step 2 of 4"));
-    CHECK_EQUAL(state_of(half, 1100), std::string("ended early, step 2 of 4"));
-    for (const double now : {1030, 1100}) CHECK(holds(report_page({half}, now), "http-equiv=\"refresh\""));
-    CHECK(holds(report_page({done, half}, 4611), "http-equiv=\"refresh\""));
-    CHECK(!holds(report_page({done}, 4611), "http-equiv=\"refresh\""));
-    CHECK(holds(report_page({done}, 4611), "class=\"facts tiles\"") && holds(page_style(), "flex-wrap:wrap"));
+    CHECK_EQUAL(describe_state(half, 1030), std::string("running, step 2 of 4"));
+    CHECK_EQUAL(describe_state(half, 1100), std::string("ended early, step 2 of 4"));
+    for (const double now : {1030, 1100}) CHECK(holds(make_report_page({half}, now), "http-equiv=\"refresh\""));
+    CHECK(holds(make_report_page({done, half}, 4611), "http-equiv=\"refresh\""));
+    CHECK(!holds(make_report_page({done}, 4611), "http-equiv=\"refresh\""));
 }
 
-// From pixels of a hundredth back to the numbers that the log has.
-TEST(report_page_shows_the_numbers_of_the_log) {
+TEST(report_page_holds_the_numbers_of_the_log) {
     using namespace report_log;
+    using Points = std::vector<std::pair<double, double>>;
     const TempFolder folder;
     const std::vector<RunHistory> runs = {history(folder, "run", resumed_run())};
-    const std::string page = report_page(runs, 5000);
-    CHECK_EQUAL(unbalanced_tag(page), std::string());
-    for (const char* word : {"2.6789", "22", "45.0 %", "54 MiB", "1.2-abc", "<span>lr</span> 0.001",
-                             "Once &lt;upon&gt; a &amp; time", "resumed at step 2", "step 3 changed no weight"})
-        CHECK(holds(page, word));
-    const double expected[][2] = {{0, 5.5432}, {200, 3.75}, {400, 2.6789}};
-    const auto validation = drawn_points(page, "validation");
-    REQUIRE(validation.size() == 3);
-    for (size_t i = 0; i < 3; i++) {
-        CHECK_NEAR(validation[i].first, expected[i][0], 0.01);   // 400 tokens on 556 pixels
-        CHECK_NEAR(validation[i].second, expected[i][1], 1e-4);  // 3.3 on 258 pixels
-    }
-    CHECK_EQUAL(drawn_points(page, "training").size(), size_t(4));
-    CHECK_EQUAL(drawn_points(page, "layer 1").size(), size_t(4));
-    CHECK_NEAR(drawn_points(page, "layer 1")[3].second, 0.4, 1e-3);
-    // Nothing comes from elsewhere.
-    for (const char* word : {"http:", "https:", "src=", "href", "@import", "nan", "inf\""}) CHECK(!holds(page, word));
-    CHECK_EQUAL(std::regex_replace(page, std::regex("url\\(#c[0-9]+\\)"), "").find("url("), std::string::npos);
+    const std::string html = make_report_page(runs, 5000);
+    const Json page = parse_page(html), &run = page.array("runs", "page")[0];
+    CHECK(points_in(page, 0, "val_loss") == (Points{{0, 5.5432}, {200, 3.75}, {400, 2.6789}}));
+    CHECK(points_in(page, 0, "loss") == (Points{{100, 5.25}, {200, 4.125}, {300, 3.0625}, {400, 2.5}}));
+    CHECK(points_in(page, 0, "gate_cmp/layer_1") == (Points{{100, 0.4}, {200, 0.4}, {300, 0.4}, {400, 0.4}}));
+    CHECK_EQUAL(run.array("values", "page").size(), page.array("names", "page").size());
+    CHECK_EQUAL(run.string("sample", "page"), runs[0].sample);
+    CHECK_EQUAL(run.get("options", "page").string("lr", "page"), std::string("0.001"));
+    CHECK_EQUAL(run.array("starts", "page")[1].integer("step", "page"), int64_t(2));
+    CHECK_EQUAL(run.array("starts", "page")[1].string("version", "page"), std::string("1.2-abc"));
+    CHECK_EQUAL(run.array("skipped", "page")[0].items[0].integer("page"), int64_t(3));
+    // Nothing comes from elsewhere. The name of SVG's elements is no address.
+    const std::string frame = std::regex_replace(frame_of_page(html), std::regex("http://www.w3.org/2000/svg"), "");
+    for (const char* word : {"http:", "https:", " src=", "href", "url(", "@import", "fetch(", "XMLHttp", "import("})
+        CHECK(!holds(frame, word));
 }
 
 TEST(report_shows_losses_that_are_not_finite_as_gaps) {
@@ -336,18 +321,17 @@ TEST(report_shows_losses_that_are_not_finite_as_gaps) {
                             training(2, 1003, "null", 100, true) + training(3, 1004, "4", 100) +
                             validation(4, 1005, "null");
     const std::vector<RunHistory> runs = {history(folder, "run", log)};
-    const std::string page = report_page(runs, 5000), text = report_text(runs, 5000, 80);
-    CHECK_EQUAL(drawn_points(page, "training").size(), size_t(2));
-    const size_t path = page.find("data-name=\"training\"");
-    const std::string d = page.substr(path, page.find("/>", path) - path);
-    CHECK_EQUAL(std::count(d.begin(), d.end(), 'M'), 2);
-    CHECK_EQUAL(value_of(report_rows(runs, 5000), "validation loss"), std::string("n/a"));
-    CHECK_EQUAL(value_of(report_rows(runs, 5000), "lowest"), std::string("5.0000, step 0"));
-    for (const std::string* found : {&page, &text}) CHECK(!holds(*found, "nan") && !holds(*found, "inf "));
+    const std::string page = make_report_page(runs, 5000), text = make_report_text(runs, 5000, 80);
+    const auto losses = points_in(parse_page(page), 0, "loss");
+    REQUIRE(losses.size() == 3);
+    CHECK(losses[0].second == 5 && std::isnan(losses[1].second) && losses[2].second == 4);
+    CHECK_EQUAL(value_of(list_numbers(runs, 5000), "validation loss"), std::string("n/a"));
+    CHECK_EQUAL(value_of(list_numbers(runs, 5000), "lowest"), std::string("5.0000, step 0"));
+    for (const std::string& found : {data_of_page(page), text}) CHECK(!holds(found, "nan") && !holds(found, "inf"));
     // None at all.
     const std::vector<RunHistory> bad = {history(folder, "bad", training(1, 1002, "null", 100, true))};
-    CHECK(holds(report_page(bad, 5000), "no value yet"));
-    CHECK(!report_text(bad, 5000, 80).empty());
+    CHECK(std::isnan(points_in(parse_page(make_report_page(bad, 5000)), 0, "loss").at(0).second));
+    CHECK(!make_report_text(bad, 5000, 80).empty());
 }
 
 TEST(report_lays_several_runs_over_each_other) {
@@ -356,19 +340,23 @@ TEST(report_lays_several_runs_over_each_other) {
     const std::string options = "{\"steps\": 4, \"lr\": 0.5, \"tokenizer\": \"gpt2\"}";
     const std::vector<RunHistory> runs = {history(folder, "a", resumed_run()),
                                           history(folder, "b<i>&", resumed_run(), options)};
-    const std::string page = report_page(runs, 5000);
-    CHECK_EQUAL(unbalanced_tag(page), std::string());
-    CHECK(holds(page, "2 runs") && holds(page, "/b&lt;i&gt;&amp;") && !holds(page, "b<i>"));
-    CHECK_EQUAL(drawn_points(page, runs[0].folder).size(), size_t(3));
-    const std::string differing = page.substr(page.find("class=\"differs\""));
-    CHECK(holds(differing, "<td>0.5</td>") && differing.find("<td>lr") < differing.find("<td>steps"));
-    // The published losses, in the one run that has GPT-2's vocabulary.
-    CHECK(holds(page, "FineWeb-Edu 3.2924") && holds(page, "FineWeb 3.4250"));
-    CHECK(!holds(report_page({runs[0]}, 5000), "3.2924"));
+    const Json page = parse_page(make_report_page(runs, 5000));
+    REQUIRE(page.array("runs", "page").size() == 2);
+    CHECK_EQUAL(page.array("runs", "page")[1].string("folder", "page"), folder.file("b<i>&"));
+    CHECK_EQUAL(points_in(page, 0, "val_loss").size(), size_t(3));
+    CHECK_EQUAL(page.array("runs", "page")[1].get("options", "page").string("lr", "page"), std::string("0.5"));
+    // Layers are drawn as their mean: 0.1 and 0.4.
+    CHECK_NEAR(points_in(page, 0, "gate_cmp").at(3).second, 0.25, 1e-7);  // of seven digits
+    CHECK(points_in(page, 0, "gate_cmp/layer_1").empty());
+    // The published losses stand beside the runs that have GPT-2's vocabulary.
+    const auto reads_gpt2 = [](const RunHistory& run) {
+        return parse_page(make_report_page({run}, 5000)).array("runs", "page")[0].get("gpt2", "page").is_true;
+    };
+    CHECK(!reads_gpt2(runs[0]) && reads_gpt2(runs[1]));
     RunHistory own = runs[1];
     own.starts.push_back({{}, 0, parse_json("{\"vocab_size\": 8192}", "log")});
-    CHECK(!holds(report_page({own}, 5000), "3.2924"));
-    const std::string text = report_text(runs, 5000, 60);
+    CHECK(!reads_gpt2(own));
+    const std::string text = make_report_text(runs, 5000, 60);
     CHECK(holds(text, "a " + runs[0].folder) && holds(text, "b " + runs[1].folder));
 }
 
@@ -378,7 +366,7 @@ TEST(report_text_fits_the_terminal) {
     const std::vector<RunHistory> runs = {history(folder, "run", resumed_run())};
     for (const size_t width : {40, 80, 133}) {
         size_t widest = 0, lines = 0;
-        for (const std::string& line : program::lines_of(report_text(runs, 5000, width))) {
+        for (const std::string& line : program::lines_of(make_report_text(runs, 5000, width))) {
             if (line.empty()) break;  // below stand the numbers
             widest = std::max(widest, line.size()), lines++;
         }
@@ -390,23 +378,25 @@ TEST(report_ticks_are_round) {
     CHECK((round_ticks(0, 10, 5) == std::vector<double>{0, 2, 4, 6, 8, 10}));
     CHECK((round_ticks(0, 819200, 5) == std::vector<double>{0, 200000, 400000, 600000, 800000}));
     CHECK((round_ticks(-1.5, 2.5, 4) == std::vector<double>{-1, 0, 1, 2}));
-    CHECK((factor_ticks(0.3, 7) == std::vector<double>{0.5, 1, 2, 5}));
-    CHECK((factor_ticks(0.05, 2000) == std::vector<double>{0.1, 1, 10, 100, 1000}));
     CHECK_EQUAL(scaled_text(800000, 1e6, "%.10g"), std::string("0.8 M"));
     CHECK_EQUAL(scaled_text(0.1 * 3, 0.4, "%.10g"), std::string("0.3"));
 }
 
-// A path of many points on few pixels keeps every peak.
+// Of many points few are drawn, with every peak, in their order; a gap stays one.
 TEST(report_lines_keep_their_peaks) {
-    Chart c;
-    c.lines = {{"black", "line", {}}};
-    for (int i = 0; i < 100000; i++) c.lines[0].points.emplace_back(i, i == 70001 ? 9 : i == 70005 ? -9 : i % 2);
-    const auto points = report_log::drawn_points(draw_chart(c), "line");
-    CHECK(points.size() < 2000);
+    LogSeries series;
+    for (int i = 0; i < 100000; i++)
+        series.push_back({double(i), double(i), 0, i == 50000 ? NAN : i == 70001 ? 9 : i == 70005 ? -9 : i % 2});
+    const LogSeries few = thin_out(series);
+    CHECK(few.size() <= 1200);
     double low = 0, high = 0;
-    for (const auto& [x, y] : points) low = std::min(low, y), high = std::max(high, y);
-    CHECK_NEAR(low, -9, 1e-3);
-    CHECK_NEAR(high, 9, 1e-3);
+    for (const LogPoint& p : few) low = std::fmin(low, p.value), high = std::fmax(high, p.value);
+    CHECK_EQUAL(low, -9.0);
+    CHECK_EQUAL(high, 9.0);
+    CHECK(std::is_sorted(few.begin(), few.end(), [](const auto& a, const auto& b) { return a.step < b.step; }));
+    CHECK_EQUAL(std::count_if(few.begin(), few.end(), [](const auto& p) { return std::isnan(p.value); }), 1);
+    series.resize(600);
+    CHECK_EQUAL(thin_out(series).size(), size_t(600));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -466,13 +456,11 @@ TEST(report_follows_the_run_that_names_it) {
     REQUIRE(begin != std::string::npos);
     REQUIRE_GOOD(execute({"/bin/sh", "-c", trained.out.substr(begin)}));
     const std::string page = read_file(out + ".html");
-    CHECK_EQUAL(report_log::unbalanced_tag(page), std::string());
-    CHECK(holds(page, "finished, step 3 of 3"));
+    CHECK(!holds(page, "http-equiv=\"refresh\""));  // it is finished
     const std::vector<double> losses = logged(out, "val_loss");
-    const auto drawn = report_log::drawn_points(page, "validation");
-    REQUIRE(losses.size() == 4 && drawn.size() == 4);
-    for (size_t i = 0; i < 4; i++) CHECK_NEAR(drawn[i].second, losses[i], 1e-4);  // less than 1 on 258 pixels
-    CHECK(holds(page, format_text("%.4f", losses.back())));
+    const auto points = report_log::points_in(report_log::parse_page(page), 0, "val_loss");
+    REQUIRE(losses.size() == 4 && points.size() == 4);
+    for (size_t i = 0; i < 4; i++) CHECK_NEAR(points[i].second, losses[i], 5e-7 * losses[i]);  // seven digits
     const std::string printed = "--- sample at step 3, 20 tokens ---\n";
     std::string sample = trained.out.substr(trained.out.find(printed) + printed.size());
     sample.erase(sample.find("\n---\n"));
@@ -486,6 +474,23 @@ TEST(report_follows_the_run_that_names_it) {
     // A resume is another start.
     REQUIRE_GOOD(run({"--resume", "--out", out, "--steps", "4"}));
     CHECK_EQUAL(read_run_history(out).resumes(), size_t(1));
+}
+
+TEST_LONG(report_page_in_a_browser) {
+    using namespace program;
+    using namespace report_log;
+    if (std::system("command -v chromium >/dev/null && command -v python3 >/dev/null") != 0)
+        return skip("the page of report in a browser: there is no chromium (or no python3)");
+    const TempFolder folder;
+    const std::string page = folder.file("x.html");
+    history(folder, "one", resumed_run(), "{\"steps\": 4, \"tokenizer\": \"gpt2\"}");
+    history(folder, "two", resumed_run());
+    for (const Words& runs : {Words{folder.file("one")}, Words{folder.file("one"), folder.file("two")}}) {
+        REQUIRE_GOOD(run(joined(joined({"report", "--from"}, runs), {"--html", page})));
+        const Result r = execute({"/usr/bin/env", "python3", "dev/report_browser.py", page});
+        CHECK_EQUAL(r.err, "");
+        CHECK_EQUAL(r.status, 0);
+    }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

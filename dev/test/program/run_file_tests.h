@@ -387,7 +387,7 @@ TEST(run_layers_in_turn) {
     const std::string log = read_file(out + "/log.jsonl");
     CHECK(log.find("\"layers\":[{},{\"") != std::string::npos && log.find("},{}]") != std::string::npos);
     REQUIRE_GOOD(run({"report", "--from", out, "--html", page}));
-    CHECK(read_file(page).find("layer 1") != std::string::npos);
+    CHECK(read_file(page).find("\"gate_cmp/layer_1\"") != std::string::npos);
     write_file(text, std::string(60, 'a'));
     REQUIRE_GOOD(run({"inspect", "--from", out, "--text", text, "--json", folder.file("inspected.json")}));
     const Json inspected = parse_json(read_file(folder.file("inspected.json")), "inspected");
