@@ -182,7 +182,7 @@ static void compare_gpu_with_cpu(const Golden& golden) {
 
 int main(int, char** argv) {
     set_omp_wait(argv);
-    const int status = report_errors(nullptr, [] {
+    const int status = catch_errors(nullptr, [] {
         const Golden golden;
         compare_with_pytorch(golden);
         compare_with_adamw(golden);

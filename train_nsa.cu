@@ -1209,7 +1209,7 @@ static int run_train(Config& c, const std::set<std::string>& on_command_line, Wo
     if (tokenizer) c.vocab_digest = tokenizer->digest();
     world.watchdog.start(c.stall_timeout, world.size);
     const GpuSearch gpus = search_gpus();
-    drop_unsupported_options(c, on_command_line, threads_of_rank(world), gpus);
+    drop_unsupported_options(c, on_command_line, count_threads(world), gpus);
     Device device = choose_device(c, world, gpus);
     resolve_batch(c, given, world.size, device.gpu);
     validate_run(c, world.size);
@@ -1223,7 +1223,7 @@ static int run_train(Config& c, const std::set<std::string>& on_command_line, Wo
         if (world.rank == 0) warn_of_doubtful_options(c, on_command_line);
         Run run(dev, c, world, std::move(tokenizer), manifest_json(c));
         const auto train = [&] { return train_run(run, c, device, path, given, tight); };
-        status = world.size > 1 ? report_errors(&world, train) : train();
+        status = world.size > 1 ? catch_errors(&world, train) : train();
     });
     return status;
 }
@@ -1239,7 +1239,7 @@ static int run_train(Config& c, const std::set<std::string>& on_command_line, Wo
     if (!c.config.empty() && !only_prints) read_options_file(c, given, world.rank == 0);
     int status = 0;
     if (c.help) print_help(verb);
-    else if (c.version) print_version(info_of_engine<DeviceEngine>(), mpi_name(), pmi_of(mpi_name()));
+    else if (c.version) print_version(info_of_engine<DeviceEngine>(), mpi_name(), choose_pmi(mpi_name()));
     else if (verb == TRAIN) status = run_train(c, given, world);
     else if (verb == TOKENIZE || verb == VOCABULARY) run_on_texts(c, verb);
     else if (verb == SAMPLE) run_sample(c, world);
@@ -1250,7 +1250,7 @@ static int run_train(Config& c, const std::set<std::string>& on_command_line, Wo
     else if (verb == INSPECT) run_inspect(c, world);
     else status = run_check(c, world);
     world.finish();
-    if (!output_is_whole()) report_lost_output(status, (verb & (TRAIN | TOKENIZE | VOCABULARY)) && !only_prints);
+    if (!output_is_whole()) complain_of_lost_output(status, (verb & (TRAIN | TOKENIZE | VOCABULARY)) && !only_prints);
     return status;
 }
 
@@ -1261,13 +1261,13 @@ int main(int argc, char** argv) {
     prepare_for_errors();
     set_omp_wait(argv);
     std::unique_ptr<World> world;
-    const int status = report_errors(nullptr, [&] {
+    const int status = catch_errors(nullptr, [&] {
         take_stop_signals();
         const bool alone = is_for_one_process(argc, argv, started_by_mpi());
         world = std::make_unique<World>(alone ? Launch() : read_launch(mpi_name(), argc, argv), connect_by_nccl);
         return 0;
     });
     if (status) return status;
-    return report_errors(world.get(), [&] { return run_verb(argc, argv, *world); });
+    return catch_errors(world.get(), [&] { return run_verb(argc, argv, *world); });
 }
 #endif

@@ -389,7 +389,7 @@ class CrashTest {
                 demand(resumed >= saved, "step %lld was reported saved and it resumed from %lld", (long long)saved,
                        (long long)resumed);
             if (!damaged.empty()) {
-                demand(resumed != step_of_name(damaged), "it resumed from the damaged %s", damaged.c_str());
+                demand(resumed != parse_step(damaged), "it resumed from the damaged %s", damaged.c_str());
                 demand(std::regex_search(e.out + e.err, std::regex(damaged + " is damaged")),
                        "it did not say that %s is damaged: %s", damaged.c_str(), e.err.c_str());
                 damaged.clear();
@@ -440,7 +440,7 @@ class CrashTest {
                    expected.c_str());
         }
         for (const std::string& name : folder_entries(run_folder))
-            demand(step_of_name(name, ".writing") < 0 && step_of_name(name, ".removing") < 0, "%s was left behind",
+            demand(parse_step(name, ".writing") < 0 && parse_step(name, ".removing") < 0, "%s was left behind",
                    name.c_str());
     }
 

@@ -358,7 +358,7 @@ static int print_topic(const std::string& topic, Config c, [[maybe_unused]] Worl
 int main(int argc, char** argv) {
     set_omp_wait(argv);
     World world(read_launch(mpi_name(), argc, argv));
-    return report_errors(&world, [&] {
+    return catch_errors(&world, [&] {
         std::string options;
         for (int i = 2; i < argc; i++) options += std::string(i > 2 ? " " : "") + argv[i];
         const int status = print_topic(argc > 1 ? argv[1] : "", options_of(options), world);

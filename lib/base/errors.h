@@ -37,7 +37,7 @@ inline bool output_is_whole() {
 
 // The end of a verb whose output is not whole: an error, unless the program ends with another status already, which
 // matters more. in_files: what it has done is in files.
-inline void report_lost_output(int status, bool in_files) {
+inline void complain_of_lost_output(int status, bool in_files) {
     const std::string text =
         format_text("not all of the output could be written to stdout, which is closed or full; %s",
                     in_files ? "what belongs into files is whole there" : "make room where it goes, and run again");

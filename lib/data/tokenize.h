@@ -374,7 +374,7 @@ struct Documents {
     std::vector<std::string> texts;
     bool is_jsonl;
 };
-inline Documents documents_of(const std::string& path, const std::string& reader) {
+inline Documents read_documents(const std::string& path, const std::string& reader) {
     auto [text, is_jsonl, mark_bytes] = whole_text(path, reader);
     if (!is_jsonl) return {{std::move(text)}, false};
     Documents documents = {{}, true};

@@ -61,7 +61,7 @@ inline std::string mpi_name() {
 
 // engine: the one for devices; device: a line about the one in use, else ""; not_used: why there is none. mpi: the
 // library's name and version, or "".
-struct BuildReport {
+struct BuildInfo {
     EngineInfo engine;
     Versions versions;  // of the engine's libraries
     std::string device, not_used, mpi;
@@ -73,7 +73,7 @@ struct BuildReport {
 inline const char* tick(bool there) { return there ? "\u2713" : "\u2717"; }
 
 // What the build and the machine have, one line each with a tick or a cross.
-inline void print_build(const BuildReport& r) {
+inline void print_build(const BuildInfo& r) {
     std::printf("%s version      %s\n", tick(true), version_text());
     std::printf("%s compiler     %s, vectors of %d bytes\n", tick(true), compiler_name().c_str(), VECTOR_BYTES);
     std::printf("%s CPU engine   %d of %d usable processors\n", tick(true), r.threads, r.processors);

@@ -9,7 +9,7 @@ std::string checkpoint_writing(const std::string& run, int64_t step) {
     return checkpoint_folder(run, step) + ".writing";
 }
 
-int64_t step_of_name(const std::string& name, const std::string& suffix) {
+int64_t parse_step(const std::string& name, const std::string& suffix) {
     if (name.size() > 5 + 18 + suffix.size() || name.compare(0, 5, "step_") != 0) return -1;
     int64_t step = 0;
     for (size_t i = 5; i < name.size() && name[i] >= '0' && name[i] <= '9'; i++) step = step * 10 + (name[i] - '0');
@@ -20,7 +20,7 @@ std::vector<int64_t> checkpoint_steps(const std::string& run) {
     std::vector<int64_t> steps;
     if (!file_exists(run)) return steps;
     for (const std::string& name : folder_entries(run))
-        if (step_of_name(name) >= 0) steps.push_back(step_of_name(name));
+        if (parse_step(name) >= 0) steps.push_back(parse_step(name));
     std::sort(steps.rbegin(), steps.rend());
     return steps;
 }
@@ -182,7 +182,7 @@ static bool is_model_file(const std::string& name) { return name == "model.safet
 
 Manifest verify_checkpoint(const std::string& folder, Wanted wanted) {
     Manifest manifest = read_manifest(folder);
-    const int64_t named = step_of_name(name_of(folder));
+    const int64_t named = parse_step(name_of(folder));
     if (named >= 0 && named != manifest.step)
         fail("%s: step: found %lld, the folder's name says %lld", manifest.path.c_str(), (long long)manifest.step,
              (long long)named);
@@ -273,7 +273,7 @@ void clean_leftovers(const std::string& run, const Complain& complain) {
     try {
         std::vector<std::string> leftovers;
         for (const std::string& name : folder_entries(run))
-            if (step_of_name(name, ".writing") >= 0 || step_of_name(name, ".removing") >= 0) leftovers.push_back(name);
+            if (parse_step(name, ".writing") >= 0 || parse_step(name, ".removing") >= 0) leftovers.push_back(name);
         remove_renamed(run, leftovers, complain);
     } catch (const Error& e) {
         complain(e.what());

@@ -31,7 +31,7 @@ std::string checkpoint_folder(const std::string& run, int64_t step);
 std::string checkpoint_writing(const std::string& run, int64_t step);
 
 // The step in a folder's name (without its path) that ends in `suffix`; -1 for any other name.
-int64_t step_of_name(const std::string& name, const std::string& suffix = "");
+int64_t parse_step(const std::string& name, const std::string& suffix = "");
 
 // The steps of a run's checkpoints, the newest first, whole or not; none if there is no such folder.
 std::vector<int64_t> checkpoint_steps(const std::string& run);

@@ -86,7 +86,7 @@ static std::string vocabulary_of_checkpoint(const std::string& folder) {
     return manifest.state.get("options", manifest.path).string("vocab_dir", manifest.path);
 }
 
-// --init-from: what was not given of the model is as it is there. Refusals are left to checkpoint_of().
+// --init-from: what was not given of the model is as it is there. Refusals are left to find_checkpoint().
 static void inherit_model(Config& c, std::set<std::string>& given) {
     if (!file_exists(c.init_from + "/.")) return;
     std::string path = c.init_from + "/config.json";
@@ -127,7 +127,7 @@ void require_same_model(const ModelConfig& c, const std::string& checkpoint, con
 std::unique_ptr<SafeTensors> open_initial_weights(const TrainConfig& c, const std::vector<TensorSpec>& specs,
                                                   bool says) {
     if (c.init_from.empty()) return nullptr;
-    const std::string folder = checkpoint_of(c.init_from, "--init-from");
+    const std::string folder = find_checkpoint(c.init_from, "--init-from");
     require_same_model(c, folder, "begin");
     auto weights = open_weights(folder, specs);
     if (says) std::printf("weights: those of %s; moments, data and schedule begin anew\n", printable(folder).c_str());
@@ -326,7 +326,7 @@ void print_resume(const Config& c, const std::string& checkpoint, int64_t step) 
 
 std::string chosen_checkpoint(const Config& c) {
     if (c.from.empty()) fail_usage("--from is missing: the folder of a run, such as runs/tiny");
-    if (c.at_step == "last") return checkpoint_of(c.from, "--from");
+    if (c.at_step == "last") return find_checkpoint(c.from, "--from");
     const bool best = c.at_step == "best", is_number = c.at_step.find_first_not_of("0123456789") == std::string::npos;
     if (!best && (c.at_step.empty() || c.at_step.size() > 18 || !is_number))
         fail_usage("--step is '%s'; expected a step, or best, or last", c.at_step.c_str());

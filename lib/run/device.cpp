@@ -1,7 +1,7 @@
 // device.cpp: the functions of device.h.
 #include "device.h"
 
-int threads_of_rank(const World& world, int own, const std::string& list) {
+int count_threads(const World& world, int own, const std::string& list) {
     if (world.size == 1) return own;
     const std::vector<std::string> places = world.gather(world.machine + " " + list);
     int sharers = 0, neighbours = 0;
@@ -77,7 +77,7 @@ void drop_unsupported_options(TrainConfig& c, const std::set<std::string>& given
 
 // OMP_NUM_THREADS, of which a list's first number counts, or `share`, the processors of this rank, where it is not set.
 // More threads than processors wait for each other in every loop. speaks: of several ranks one warns.
-static int threads_of_variable(int share, bool speaks) {
+static int read_omp_threads(int share, bool speaks) {
     const char* const text = std::getenv("OMP_NUM_THREADS");
     if (!text || !*text) return share;
     char* end = nullptr;
@@ -104,9 +104,9 @@ static void check_attention_kernel(const MachineConfig& c, const Device& d) {
 
 // The device of the options --device, --attention-kernel, --cpu-dtype and --threads on this machine. share: this rank's
 // processors.
-static Device device_of(const MachineConfig& c, int share, const GpuSearch& gpus, bool speaks) {
+static Device find_device(const MachineConfig& c, int share, const GpuSearch& gpus, bool speaks) {
     Device d;
-    d.threads = c.threads ? int(c.threads) : threads_of_variable(share, speaks);
+    d.threads = c.threads ? int(c.threads) : read_omp_threads(share, speaks);
     omp_set_num_threads(d.threads);
     start_threads(d.threads);
     const std::string none = why_no_device(c, gpus);
@@ -156,7 +156,7 @@ static std::string idle_processors(const World& world) {
 }
 
 Device choose_device(const MachineConfig& c, const World& world, const GpuSearch& gpus) {
-    Device d = device_of(c, threads_of_rank(world), gpus, world.rank == 0);
+    Device d = find_device(c, count_threads(world), gpus, world.rank == 0);
     if (d.gpu) d.gpu_number = world.local_rank % gpus.count;
     d.idle = idle_processors(world);
     require_same_kind_of_device(d, world);

@@ -36,10 +36,10 @@ struct Device {
 
 // A rank's share of its machine's processors. Where the launcher has bound ranks to processors of their own, all of
 // those. own: the usable processors of this process, list: which ones, as text.
-int threads_of_rank(const World& world, int own, const std::string& list);
+int count_threads(const World& world, int own, const std::string& list);
 
 // All ranks ask, because they answer each other here.
-inline int threads_of_rank(const World& world) { return threads_of_rank(world, usable_processors(), processor_list()); }
+inline int count_threads(const World& world) { return count_threads(world, usable_processors(), processor_list()); }
 
 // --resume on another machine: options of the run that this one cannot honour give way, and c.given_up keeps the reason
 // for the line that says so. What was given with --resume is refused instead. share: this rank's processors.

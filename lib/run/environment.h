@@ -72,7 +72,7 @@ inline Versions library_versions(const Versions& of_engine) {
     all.insert(all.end(), of_engine.begin(), of_engine.end());
     return all;
 }
-inline Facts facts_of(const Versions& versions) {
+inline Facts list_versions(const Versions& versions) {
     Facts found;
     for (const auto& [name, version] : versions)
         if (!version.empty()) found.emplace_back(name, json_quote(version));
@@ -80,7 +80,7 @@ inline Facts facts_of(const Versions& versions) {
 }
 
 // git describe and whether the tree had changes, of a version like 0.2.0-1234567-dirty.
-inline Facts commit_of(const std::string& version) {
+inline Facts split_version(const std::string& version) {
     const std::string dirty = "-dirty";
     const bool is_dirty = version.size() > dirty.size() && version.substr(version.size() - dirty.size()) == dirty;
     const std::string clean = version.substr(0, version.size() - (is_dirty ? dirty.size() : 0));
@@ -102,16 +102,16 @@ inline std::string environment_json(const World& world, const std::string& engin
         if (known == hosts.end()) hosts.emplace_back(name, "1");
         else known->second = std::to_string(std::atoi(known->second.c_str()) + 1);
     }
-    const Facts commit = commit_of(version_text());
+    const Facts commit = split_version(version_text());
     const Facts facts = {
         {"time", json_quote(utc_text("%Y-%m-%dT%H:%M:%SZ", unix_time()))},
-        {"step", std::to_string(std::max<int64_t>(0, step_of_name(name_of(checkpoint))))},
+        {"step", std::to_string(std::max<int64_t>(0, parse_step(name_of(checkpoint))))},
         {"version", json_quote(version_text())},
         commit[0],
         commit[1],
         {"compiler", json_quote(compiler_name())},
         {"flags", json_quote(compiler_flags())},
-        {"libraries", facts_json(facts_of(libraries))},
+        {"libraries", facts_json(list_versions(libraries))},
         {"engine", json_quote(engine)},
         {"processor", json_quote(processor_name())},
         {"driver", driver.empty() ? "null" : json_quote(driver)},

@@ -23,7 +23,7 @@ static void print_wrapped(const std::string& label, const std::vector<std::strin
     std::printf("%s\n", line.c_str());
 }
 
-static std::vector<std::string> words_of_text(const std::string& text) {
+static std::vector<std::string> split_words(const std::string& text) {
     std::vector<std::string> words;
     for (size_t begin = 0, end; begin < text.size(); begin = end + 1) {
         end = std::min(text.find(' ', begin), text.size());
@@ -33,7 +33,7 @@ static std::vector<std::string> words_of_text(const std::string& text) {
 }
 
 // What a preset stands for, as options.
-static std::vector<std::string> words_of_preset(const Config& p) {
+static std::vector<std::string> describe_preset(const Config& p) {
     std::vector<std::string> words = {"="};
     for (const Option& o : OPTIONS)
         if (!std::strcmp(o.default_text, "preset") || !std::strcmp(o.name, "batch"))
@@ -44,16 +44,16 @@ static std::vector<std::string> words_of_preset(const Config& p) {
 void print_help(Verb verb) {
     const size_t width = terminal_width();
     std::printf("usage: ./train_nsa [VERB] [--option VALUE | --option=VALUE]...\n\nverbs:\n");
-    for (const VerbName& v : VERBS) print_wrapped("  " + std::string(v.name), words_of_text(v.help), width);
-    print_wrapped("  help", words_of_text("this text; of another verb: help VERB, or VERB --help"), width);
+    for (const VerbName& v : VERBS) print_wrapped("  " + std::string(v.name), split_words(v.help), width);
+    print_wrapped("  help", split_words("this text; of another verb: help VERB, or VERB --help"), width);
     std::printf("\noptions of %s:\n", verb_name(verb));
     for (const Option& o : OPTIONS)
         if (o.verbs & verb)
             print_wrapped("  --" + std::string(o.name),
-                          words_of_text(format_text("%s (%s, default %s)", o.help, range_text(o).c_str(),
-                                                    *o.default_text ? o.default_text : "none")),
+                          split_words(format_text("%s (%s, default %s)", o.help, range_text(o).c_str(),
+                                                  *o.default_text ? o.default_text : "none")),
                           width);
     if (!(verb & option_named("model").verbs)) return;
     std::printf("\npresets:\n");
-    for (const Config& p : PRESETS) print_wrapped("  --model " + p.model, words_of_preset(p), width);
+    for (const Config& p : PRESETS) print_wrapped("  --model " + p.model, describe_preset(p), width);
 }

@@ -116,7 +116,7 @@ void refuse_other_mpi(const Launch& launch, int size) {
     refuse_launch(format_text("%s has started %d processes, but this program's MPI (%.60s) sees %d: %s",
                               launch.launcher.c_str(), launch.size, launch.mpi.c_str(), size,
                               launch.launcher == "srun"
-                                  ? ("give srun --mpi=" + pmi_of(launch.mpi)).c_str()
+                                  ? ("give srun --mpi=" + choose_pmi(launch.mpi)).c_str()
                                   : "mpirun belongs to another MPI than the one it was built with; use the mpirun "
                                     "beside the mpicxx of the build"));
 }
@@ -142,7 +142,7 @@ Launch read_launch(const std::string& mpi, int argc, char** argv) {
         refuse_launch(
             format_text("srun has started %d tasks without a PMI, by which MPI would bring them together: "
                         "srun --mpi=%s ./train_nsa ... (srun --mpi=list says what this Slurm has)",
-                        launch.size, pmi_of(mpi).c_str()));
+                        launch.size, choose_pmi(mpi).c_str()));
     }
     refuse_contradictions(launch);
     if (launch.size > 1) launch.address = address_of_rank_0(launch);

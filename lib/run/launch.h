@@ -30,7 +30,7 @@ int rank_in_environment();
 [[noreturn]] void refuse_launch(const std::string& text);
 
 // What srun has to offer this MPI: srun --mpi=...
-inline std::string pmi_of(const std::string& mpi) { return mpi.compare(0, 8, "Open MPI") == 0 ? "pmix" : "pmi2"; }
+inline std::string choose_pmi(const std::string& mpi) { return mpi.compare(0, 8, "Open MPI") == 0 ? "pmix" : "pmi2"; }
 
 [[noreturn]] void refuse_other_mpi(const Launch& launch, int size);
 

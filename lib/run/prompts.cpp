@@ -17,13 +17,13 @@ static std::string for_this_terminal(std::string text) {
     return text;
 }
 
-std::unique_ptr<Tokenizer> tokenizer_of_model(const Config& c) {
+std::unique_ptr<Tokenizer> find_tokenizer(const Config& c) {
     std::unique_ptr<Tokenizer> tokenizer = Tokenizer::find(c.tokenizer, c.vocab_dir, c.vocab_size, c.vocab_digest);
     if (!tokenizer) fail_usage("%s: --vocab-dir is missing: this model writes gpt2 tokens", c.verb.c_str());
     return tokenizer;
 }
 
-std::vector<std::string> prompts_of(const SampleConfig& c) {
+std::vector<std::string> read_prompts(const SampleConfig& c) {
     if (c.interactive && (!c.prompt.empty() || !c.prompt_file.empty()))
         fail_usage("--interactive reads its prompts from stdin: leave out --prompt and --prompt-file");
     if (c.prompt_file.empty()) {
@@ -33,7 +33,7 @@ std::vector<std::string> prompts_of(const SampleConfig& c) {
     if (!c.prompt.empty()) fail_usage("--prompt and --prompt-file: give one of them");
     std::vector<std::string> prompts;
     for (const std::string& path : c.prompt_file) {
-        Documents of_file = documents_of(path, "sample --prompt-file");
+        Documents of_file = read_documents(path, "sample --prompt-file");
         for (std::string& text : of_file.texts) {
             for (const char end : {'\n', '\r'})
                 if (!of_file.is_jsonl && !text.empty() && text.back() == end) text.pop_back();

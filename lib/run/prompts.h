@@ -17,11 +17,11 @@
 void warn_beyond_trained(int64_t prompt, int64_t tokens, int64_t seq_len);
 
 // The vocabulary of a checkpoint whose options are c.
-std::unique_ptr<Tokenizer> tokenizer_of_model(const Config& c);
+std::unique_ptr<Tokenizer> find_tokenizer(const Config& c);
 
 // The prompts to continue: --prompt, or those of --prompt-file. A file is one, whose last line end is its editor's; of
 // a .jsonl each line's "text" is one; - is stdin.
-std::vector<std::string> prompts_of(const SampleConfig& c);
+std::vector<std::string> read_prompts(const SampleConfig& c);
 
 // Prints tokens as they come.
 struct TokenPrinter {

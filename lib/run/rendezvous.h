@@ -59,10 +59,10 @@ inline bool receive_all(int fd, void* bytes, size_t count) {
 }
 
 // Of what all ranks of a run have in common; they run the same program.
-inline uint64_t digest_of(const Launch& launch) {
+inline uint64_t hash_launch(const Launch& launch) {
     return std::hash<std::string>()(launch.run + '\n' + std::to_string(launch.size));
 }
-inline std::string place_of(const Launch& launch) {
+inline std::string describe_address(const Launch& launch) {
     return format_text(launch.address.find(':') == std::string::npos ? "%s:%d" : "[%s]:%d", launch.address.c_str(),
                        launch.port);
 }
@@ -115,14 +115,14 @@ inline void give_out(const char (&id)[128], const Launch& launch, double seconds
             fail(
                 "rank 0 has waited %.0f s at %s, and %d of %d ranks never came (%d calls of other runs were refused); "
                 "are they started, with the same MASTER_ADDR and MASTER_PORT, and does a firewall let them through?",
-                seconds, place_of(launch).c_str(), missing, launch.size, strangers);
+                seconds, describe_address(launch).c_str(), missing, launch.size, strangers);
         const Socket caller(accept(listener.fd, nullptr, nullptr));
         Request r;
         if (caller.fd < 0) continue;
         limit_waiting(caller.fd, 5);
         if (!receive_all(caller.fd, &r, sizeof r) || r.magic != MAGIC) continue;
         const bool welcome =
-            r.run == digest_of(launch) && r.rank > 0 && r.rank < launch.size && !served[size_t(r.rank)];
+            r.run == hash_launch(launch) && r.rank > 0 && r.rank < launch.size && !served[size_t(r.rank)];
         Answer answer = {MAGIC, welcome, {}};
         if (welcome) std::memcpy(answer.id, id, sizeof answer.id);
         if (!send_all(caller.fd, &answer, sizeof answer)) continue;
@@ -136,7 +136,7 @@ inline void give_out(const char (&id)[128], const Launch& launch, double seconds
 inline std::string ask_once(char (&id)[128], const Launch& launch) {
     std::string host = launch.address;
     if (host.size() > 2 && host.front() == '[' && host.back() == ']') host = host.substr(1, host.size() - 2);
-    const Request request = {MAGIC, digest_of(launch), launch.rank};
+    const Request request = {MAGIC, hash_launch(launch), launch.rank};
     Answer answer;
     const std::string why = visit_addresses(host.c_str(), launch.port, [&](const addrinfo& a) {
         const Socket s(socket(a.ai_family, SOCK_STREAM, 0));
@@ -147,12 +147,12 @@ inline std::string ask_once(char (&id)[128], const Launch& launch) {
     if (!why.empty()) return why;
     if (answer.magic != MAGIC)
         fail("what answers rank %d at %s is no rank of this program; set another MASTER_PORT on all ranks", launch.rank,
-             place_of(launch).c_str());
+             describe_address(launch).c_str());
     if (!answer.welcome)
         fail(
             "rank 0 at %s belongs to another run, or was started with other options, or has a rank %d already: give "
             "all ranks the same command, and every run a MASTER_PORT of its own",
-            place_of(launch).c_str(), launch.rank);
+            describe_address(launch).c_str(), launch.rank);
     std::memcpy(id, answer.id, sizeof answer.id);
     return "";
 }
@@ -166,7 +166,7 @@ inline void share_id(char (&id)[128], const Launch& launch, double seconds) {
             fail(
                 "rank %d has waited %.0f s for rank 0 at %s: %s; is rank 0 started, is the address (MASTER_ADDR, "
                 "MASTER_PORT) its own, and does a firewall let it through?",
-                launch.rank, seconds, place_of(launch).c_str(), why.c_str());
+                launch.rank, seconds, describe_address(launch).c_str(), why.c_str());
 }
 
 }  // namespace rendezvous

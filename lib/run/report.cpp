@@ -140,7 +140,7 @@ void print_selected(const std::string& kernels) {
     if (!kernels.empty()) std::printf("        %s\n", kernels.c_str());
 }
 
-size_t range_of(size_t position) {
+size_t find_range(size_t position) {
     return position < 16 ? 0 : std::min<size_t>(60 - size_t(__builtin_clzll(position)), POSITION_RANGES - 1);
 }
 

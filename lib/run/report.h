@@ -64,7 +64,7 @@ void print_selected(const std::string& kernels);
 // Places in a sample, in ranges that double: 0..15, 16..31, 32..63, ..., of which a million tokens have 17.
 constexpr size_t POSITION_RANGES = 17;
 inline size_t range_begin(size_t range) { return range ? size_t(8) << range : 0; }
-size_t range_of(size_t position);
+size_t find_range(size_t position);
 
 // What is added up over the tokens of one sample.
 struct EvalSums {
@@ -80,7 +80,7 @@ struct EvalSums {
     // The sample's next token. target: 1 for an answer, 0 for any other, NO_TARGET after the end of the data.
     void add(double of_token, uint8_t target, size_t text_bytes) {
         if (target == NO_TARGET) return;
-        range_loss[range_of(size_t(tokens))] += of_token;
+        range_loss[find_range(size_t(tokens))] += of_token;
         loss += of_token;
         tokens++;
         bytes += double(text_bytes);

@@ -37,7 +37,7 @@ static bool is_run_file(const std::string& name) {
     for (const char* file : {"run.json", "main.log", "log.jsonl", "halt", VOCABULARY_OF_RUN})
         if (name == file) return true;
     if (like("events.out.tfevents.", "")) return true;
-    return step_of_name(name) >= 0 || step_of_name(name, ".writing") >= 0 || step_of_name(name, ".removing") >= 0 ||
+    return parse_step(name) >= 0 || parse_step(name, ".writing") >= 0 || parse_step(name, ".removing") >= 0 ||
            like("heartbeat_rank", ".jsonl") || like("bad_step_", ".json");
 }
 
@@ -167,7 +167,7 @@ bool is_checkpoint(const std::string& folder) {
     return file_exists(folder + "/model.safetensors") || file_exists(folder + "/manifest.json");
 }
 
-std::string checkpoint_of(const std::string& from, const char* option) {
+std::string find_checkpoint(const std::string& from, const char* option) {
     if (file_exists(from) && !file_exists(from + "/."))
         fail("%s %s is a file: give the folder of a run or of one checkpoint", option, from.c_str());
     if (is_checkpoint(from)) verify_model(from, complain);

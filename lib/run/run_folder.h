@@ -118,7 +118,7 @@ std::string newest_checkpoint(const std::string& run, Wanted wanted = Wanted::AL
 bool is_checkpoint(const std::string& folder);
 
 // The checkpoint that an option names, for its model: the folder itself, or the newest one of a run's folder.
-std::string checkpoint_of(const std::string& from, const char* option);
+std::string find_checkpoint(const std::string& from, const char* option);
 
 #ifndef COMPILED_APART  // see lib/cpu/kernels.cpp
 #include "run_folder.cpp"

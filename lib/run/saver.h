@@ -46,7 +46,7 @@ class CheckpointSaver {
     void save_last(int64_t step);
 
     // Of last_saved; 0 where there is none.
-    int64_t last_saved_step() const { return std::max<int64_t>(0, step_of_name(name_of(last_saved))); }
+    int64_t last_saved_step() const { return std::max<int64_t>(0, parse_step(name_of(last_saved))); }
 
     // What the end of a run that failed says of it.
     std::string describe_last() const;

@@ -39,7 +39,7 @@ MomentPiece moment_piece(const TensorView& view, const std::vector<TensorSpec>& 
 }
 
 // A bitmask becomes a byte per block.
-static std::vector<uint8_t> bytes_of_masks(const std::vector<uint32_t>& masks, size_t words, size_t blocks) {
+static std::vector<uint8_t> unpack_masks(const std::vector<uint32_t>& masks, size_t words, size_t blocks) {
     const size_t rows = masks.size() / words;
     std::vector<uint8_t> bytes(rows * blocks);
     for (size_t r = 0; r < rows; r++)
@@ -55,7 +55,7 @@ void write_state_dump(const std::string& path, StateDump d, const std::string& c
     d.tensors.push_back(tensor_view("loss", {1}, &d.loss));
     std::vector<std::vector<uint8_t>> selections;
     for (const auto& masks : d.selection)
-        selections.push_back(bytes_of_masks(masks, size_t(d.shape.selection_words()), size_t(blocks)));
+        selections.push_back(unpack_masks(masks, size_t(d.shape.selection_words()), size_t(blocks)));
     for (size_t i = 0; i < selections.size(); i++)
         if (!selections[i].empty())
             d.tensors.push_back({format_text("layers.%zu.selection", i),

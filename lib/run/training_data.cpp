@@ -92,7 +92,7 @@ static TokenSource text_source(const std::string& file, const Tokenizer& tokeniz
     const Progress progress("reading " + file);
     std::vector<uint16_t> tokens;
     Encoder encoder(tokenizer);
-    for (const std::string& document : documents_of(file, "eval --text").texts) {
+    for (const std::string& document : read_documents(file, "eval --text").texts) {
         if (document.empty()) continue;
         if (says) warn_of_end_of_text(document, "--text " + file);
         tokens.push_back(tokenizer.end_of_text);

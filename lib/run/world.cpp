@@ -99,7 +99,7 @@ static int report_error(const World* world, int status, const char* text, bool s
     return status;
 }
 
-int report_errors(const World* world, const std::function<int()>& work) {
+int catch_errors(const World* world, const std::function<int()>& work) {
     try {
         return work();
     } catch (const SharedError& e) {

@@ -142,7 +142,7 @@ struct ReduceTimes {
 // Errors of a rank, and of all.
 
 // The status of work(), or of its error.
-int report_errors(const World* world, const std::function<int()>& work);
+int catch_errors(const World* world, const std::function<int()>& work);
 
 // All ranks fail with the first one's error, or none does. Also a barrier.
 void fail_together(const World& world, const std::string& error);

@@ -67,7 +67,7 @@ struct SelfTest {
             model.table.specs, model.params, model.grads, [&] { return loss(false); },
             [&] { return selections_of(a); });
     }
-    bool has_gradients_of(const SelfTest& other) const {
+    bool has_same_gradients(const SelfTest& other) const {
         return !std::memcmp(model.grads, other.model.grads, model.table.total * sizeof(double));
     }
 };
@@ -81,7 +81,7 @@ inline bool check_gradients() {
         const double worst = keeps_all.errors().worst;
         const bool right = worst < limit;  // false for NaN
         const bool recomputed =
-            SelfTest(1, options).has_gradients_of(keeps_all) && SelfTest(2, options).has_gradients_of(keeps_all);
+            SelfTest(1, options).has_same_gradients(keeps_all) && SelfTest(2, options).has_same_gradients(keeps_all);
         const std::string with = *options ? std::string(" with ") + options : "";
         print_check(right, "gradients    worst error of the fp64 self-test%s %.1e, limit %.0e", with.c_str(), worst,
                     limit);
@@ -94,7 +94,7 @@ inline bool check_gradients() {
 
 // What a rank of a preset would take, and the whole run.
 template <class Dev>
-void print_needs_of(const std::string& preset, Dev& dev) {
+void print_needs(const std::string& preset, Dev& dev) {
     Config c = options_of("--model " + preset);
     c.batch = Dev::on_host && is_too_large_for_cpu(c) ? 1 : preset_of(c).batch;
     std::printf("  --model %s --batch %lld takes\n", preset.c_str(), (long long)c.batch);
@@ -111,7 +111,7 @@ void print_needs_of(const std::string& preset, Dev& dev) {
 // The projection to queries, keys, values and gates is one product, and the classifier multiplies a chunk of rows at a
 // time.
 template <class Dev>
-void print_products_of(const std::string& preset, Dev& dev, std::FILE* out = stdout) {
+void print_linear_layers(const std::string& preset, Dev& dev, std::FILE* out = stdout) {
     const Config c = options_of("--model " + preset);
     const Activations<Dev> a(dev, c, preset_of(c).batch, c.seq_len, TRAINING, 0, true);
     const int N = a.shape.B * a.shape.T, C = int(a.C), M = int(a.M);
@@ -129,8 +129,8 @@ void print_products_of(const std::string& preset, Dev& dev, std::FILE* out = std
 }
 
 // What `check` says of this device and its machine; the engine in use adds its own.
-inline BuildReport build_report(const Device& device, const std::string& mpi) {
-    BuildReport r;
+inline BuildInfo find_build_info(const Device& device, const std::string& mpi) {
+    BuildInfo r;
     r.engine = device.engine;
     r.not_used = device.reason;
     r.mpi = mpi;
@@ -143,15 +143,15 @@ inline BuildReport build_report(const Device& device, const std::string& mpi) {
 
 inline int run_check(const Config& c, World& world) {
     const Device device = choose_device(c, world, search_gpus());
-    BuildReport r = build_report(device, mpi_name());
+    BuildInfo r = find_build_info(device, mpi_name());
     r.versions = versions_of_engine<DeviceEngine>();
     bool data_are_good = false;
     with_engine(device, world, [&](auto& dev, const GradientPath&) {
         r.device = dev.describe();
         print_build(r);
         data_are_good = check_data(c.vocab_dir);
-        print_needs_of(c.model, dev);
-        print_products_of(c.model, dev);
+        print_needs(c.model, dev);
+        print_linear_layers(c.model, dev);
     });
     return check_gradients() && data_are_good ? 0 : 1;
 }

@@ -111,7 +111,7 @@ inline TextFiles tokenizer_files(const Tokenizer& t, int64_t longest) {
 // The verbs.
 
 // The tensors of a file in the order of a checkpoint. Neither one too few nor one too many.
-inline std::vector<TensorView> tensors_of_model(const TensorList& table, const SafeTensors& file) {
+inline std::vector<TensorView> find_tensors(const TensorList& table, const SafeTensors& file) {
     std::vector<TensorView> tensors;
     std::set<std::string> names;
     for (const TensorView& t : file.tensors)
@@ -145,10 +145,10 @@ inline void require_known_to_pytorch(const TensorList& table) {
 inline void export_checkpoint(Config c) {
     const std::string to = c.out;
     const TrainedModel model = open_trained_model(c);
-    const std::unique_ptr<Tokenizer> tokenizer = tokenizer_of_model(c);
+    const std::unique_ptr<Tokenizer> tokenizer = find_tokenizer(c);
     const TensorTable table(c);
     require_known_to_pytorch(table);
-    const std::vector<TensorView> tensors = tensors_of_model(table, *model.weights);
+    const std::vector<TensorView> tensors = find_tensors(table, *model.weights);
     TextFiles files = tokenizer_files(*tokenizer, c.seq_len);
     files.emplace_back("modeling_nsa.py", std::string(file_modeling_nsa, file_modeling_nsa_end));
     files.emplace_back("configuration_nsa.py", std::string(file_configuration_nsa, file_configuration_nsa_end));
@@ -199,7 +199,7 @@ inline void read_hf_config(Config& c, const std::string& folder) {
 }
 
 // The vocabulary that came with the model; null for bytes, and where there is none.
-inline std::unique_ptr<Tokenizer> vocabulary_of_hf(const Config& c, const std::string& folder) {
+inline std::unique_ptr<Tokenizer> read_hf_vocabulary(const Config& c, const std::string& folder) {
     if (c.tokenizer == "bytes" || !holds_vocabulary(folder)) return nullptr;
     auto found = std::make_unique<Tokenizer>(Tokenizer::gpt2(folder));
     require_embedding_of(folder + "/config.json", c.vocab_size, found->vocab_size());
@@ -218,7 +218,7 @@ inline void import_checkpoint(Config c) {
     apply_preset(c, {});
     read_hf_config(c, from);
     resolve_batch(c, {}, 1, false);
-    const std::unique_ptr<Tokenizer> tokenizer = vocabulary_of_hf(c, from);
+    const std::unique_ptr<Tokenizer> tokenizer = read_hf_vocabulary(c, from);
     if (!file_exists(from + "/model.safetensors") && file_exists(from + "/model.safetensors.index.json"))
         fail(
             "%s/model.safetensors is missing, it is in pieces: save it with model.save_pretrained(DIR, "
@@ -226,7 +226,7 @@ inline void import_checkpoint(Config c) {
             from.c_str());
     const SafeTensors file(from + "/model.safetensors");
     const TensorTable table(c);
-    const std::vector<TensorView> tensors = tensors_of_model(table, file);
+    const std::vector<TensorView> tensors = find_tensors(table, file);
     require_finite(file);
     require_empty_folder(to, "import");
     make_folders(to);

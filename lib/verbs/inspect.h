@@ -24,7 +24,7 @@ EMBED_FILE(inspect_page, "lib/report/html/inspect.html")
 
 // What each token shows: the characters that begin in it, so that all of them together are the text. A byte that
 // belongs to no character is shown as U+FFFD.
-inline std::vector<std::string> texts_of_tokens(const std::vector<std::string>& bytes_of_tokens) {
+inline std::vector<std::string> show_tokens(const std::vector<std::string>& bytes_of_tokens) {
     std::string text;
     std::vector<size_t> token_of_byte;
     for (size_t i = 0; i < bytes_of_tokens.size(); i++) {
@@ -41,7 +41,7 @@ inline std::vector<std::string> texts_of_tokens(const std::vector<std::string>& 
     return shown;
 }
 
-inline int64_t layers_of_nsa(const ModelConfig& c) {
+inline int64_t count_nsa_layers(const ModelConfig& c) {
     const NsaShape s = shape_of(c, 1, 1);
     int64_t count = 0;
     for (int64_t i = 0; i < c.layers; i++) count += s.kind_of_layer(size_t(i)) == NSA_LAYER;
@@ -79,12 +79,12 @@ class Inspection {
                     ",\n\"shape\": {\"layers\": %lld, \"heads\": %lld, \"kv_groups\": %lld, \"cmp_block\": %lld, "
                     "\"cmp_stride\": %lld, \"slc_block\": %lld, \"slc_count\": %lld, \"window\": %lld, \"seq_len\": "
                     "%lld},\n\"ids\": [",
-                    (long long)layers_of_nsa(c), (long long)c.heads, (long long)c.kv_groups, (long long)c.cmp_block,
+                    (long long)count_nsa_layers(c), (long long)c.heads, (long long)c.kv_groups, (long long)c.cmp_block,
                     (long long)c.cmp_stride, (long long)c.slc_block, (long long)c.slc_count, (long long)c.window,
                     (long long)c.seq_len);
         add_list(tokens, [](int32_t id) { return std::to_string(id); });
         json += "],\n\"tokens\": [";
-        add_list(texts_of_tokens(bytes), [](const std::string& text) { return json_quote(text); });
+        add_list(show_tokens(bytes), [](const std::string& text) { return json_quote(text); });
         json += "],\n\"layers\": [";
     }
 
@@ -109,7 +109,7 @@ class Inspection {
             std::vector<std::string> blocks(size_t(s.T)), importances(blocks), totals(blocks), gates(blocks);
 #pragma omp parallel for schedule(dynamic, 16)
             for (int t = 0; t < s.T; t++) {
-                const std::vector<float> importance = importance_of_blocks(q, keys, lse, g, t, s);
+                const std::vector<float> importance = compute_importance(q, keys, lse, g, t, s);
                 float total = 0;
                 std::string chosen, values, of_heads;
                 for (int block = 0; block <= t / s.slc_block; block++) {
@@ -175,8 +175,8 @@ class Inspection {
     }
     // Paper eq. 8 to 10: the importance of every block that query t may choose, from what the layer chose by.
     template <class Stat>
-    static std::vector<float> importance_of_blocks(const std::vector<float>& q, const std::vector<float>& keys,
-                                                   const std::vector<Stat>& lse, int g, int t, const NsaShape& s) {
+    static std::vector<float> compute_importance(const std::vector<float>& q, const std::vector<float>& keys,
+                                                 const std::vector<Stat>& lse, int g, int t, const NsaShape& s) {
         std::vector<float> weight(size_t(s.cmp_blocks(t + 1))), importance(size_t(t / s.slc_block + 1));
         for (size_t i = 0; i < weight.size(); i++)
             for (int head = g * s.heads_per_group(); head < (g + 1) * s.heads_per_group(); head++) {
@@ -193,7 +193,7 @@ class Inspection {
 
 inline void run_inspect(Config c, World& world) {
     const TrainedModel trained = open_trained_model(c);
-    Inspection inspection(c, trained.folder, *tokenizer_of_model(c));
+    Inspection inspection(c, trained.folder, *find_tokenizer(c));
     const int64_t T = int64_t(inspection.tokens.size());
     with_trained_model(c, *trained.weights, world, [&](auto& model) {  // one pass, as of a prompt
         Decoder decoder(model, T, T);

@@ -30,8 +30,8 @@ const float* host_floats(Dev& dev, const T* p, size_t count, Buffers& buffers) {
 
 // A whole flat array, padding left out.
 template <class Dev, class T>
-std::vector<TensorView> views_of(Dev& dev, const std::vector<TensorSpec>& specs, const T* flat,
-                                 const std::string& prefix, Buffers& buffers) {
+std::vector<TensorView> view_tensors(Dev& dev, const std::vector<TensorSpec>& specs, const T* flat,
+                                     const std::string& prefix, Buffers& buffers) {
     std::vector<TensorView> views;
     for (const TensorSpec& t : specs)
         views.push_back(tensor_view(prefix + t.name, t.shape(), host_floats(dev, flat + t.offset, t.size, buffers)));
@@ -40,7 +40,7 @@ std::vector<TensorView> views_of(Dev& dev, const std::vector<TensorSpec>& specs,
 
 // The master copy, of which every rank holds its pieces: whole on rank 0, nothing elsewhere. All ranks call it.
 template <class Dev>
-std::vector<TensorView> views_of_shards(const Model<Dev>& model, const World& world, Buffers& buffers) {
+std::vector<TensorView> gather_tensors(const Model<Dev>& model, const World& world, Buffers& buffers) {
     std::vector<TensorView> views;
     for (const TensorSpec& t : model.table.specs) {
         std::vector<float> whole(t.size);
@@ -80,8 +80,8 @@ Snapshot take_snapshot(const Model<Dev>& model, const World& world) {
     const auto pieces = model.sharded ? model.owned : common(model.owned, model.partition.parts(model.rank));
     Snapshot s;
     s.config = config_json(model.config);
-    if (model.sharded && Dev::has_master) s.weights = views_of_shards(model, world, s.buffers);
-    else if (world.rank == 0) s.weights = views_of(model.dev, model.table.specs, model.master, "", s.buffers);
+    if (model.sharded && Dev::has_master) s.weights = gather_tensors(model, world, s.buffers);
+    else if (world.rank == 0) s.weights = view_tensors(model.dev, model.table.specs, model.master, "", s.buffers);
     add_moments(s.moments, model, 'm', pieces, s.buffers);
     add_moments(s.moments, model, 'v', pieces, s.buffers);
     return s;

@@ -23,8 +23,8 @@ std::string print_sample(Model<Dev>& model, const Tokenizer& tokenizer, const Sa
 
 inline void run_sample(Config c, World& world) {
     const TrainedModel trained = open_trained_model(c);
-    const auto tokenizer = tokenizer_of_model(c);
-    const std::vector<std::string> prompts = prompts_of(c);
+    const auto tokenizer = find_tokenizer(c);
+    const std::vector<std::string> prompts = read_prompts(c);
     with_trained_model(c, *trained.weights, world, [&](auto& model) {
         if (c.interactive) {
             Decoder decoder(model, c.seq_len, c.seq_len);

@@ -65,8 +65,8 @@ void dump_first_batch(const Config& c, Model<Dev>& model, Activations<Dev>& a, D
     const double tokens = double(c.total_batch);
     d.loss = float(classify(model, a, d.targets.data(), 1 / tokens, true, &d.logits) / tokens);
     backward(model, a);
-    d.add(views_of(model.dev, model.table.specs, model.master, "", buffers));
-    d.add(views_of(model.dev, model.table.specs, model.grads, "grad.", buffers));
+    d.add(view_tensors(model.dev, model.table.specs, model.master, "", buffers));
+    d.add(view_tensors(model.dev, model.table.specs, model.grads, "grad.", buffers));
     for (size_t i = 0; i < a.layer.size(); i++) {
         d.selection.emplace_back();
         if (s.kind_of_layer(i) != NSA_LAYER) continue;

@@ -618,7 +618,7 @@ TEST(cuda_bench_check_names_every_product) {
     const Config c = options_of("--model 125m");
     Cuda dev(0, size_t(1) << 20);
     const bench_tests::Report report;
-    print_products_of("125m", dev, report.file);
+    print_linear_layers("125m", dev, report.file);
     const std::string text = report.text();
     const Activations<Cuda> a(dev, c, preset_of(c).batch, c.seq_len, TRAINING, 0, true);
     const int N = int(preset_of(c).batch * c.seq_len), C = int(c.dim), M = int(c.mlp_hidden);

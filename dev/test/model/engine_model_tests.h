@@ -385,7 +385,7 @@ ENGINE_TEST(model_checkpoint_holds_the_master) {
         ModelRun<Dev> run(*dev, c, 1);
         run.model.initialise();
         std::vector<std::vector<float>> buffers;
-        const std::vector<TensorView> views = views_of(*dev, run.model.table.specs, run.model.master, "", buffers);
+        const std::vector<TensorView> views = view_tensors(*dev, run.model.table.specs, run.model.master, "", buffers);
         REQUIRE(views.size() == run.model.table.specs.size());
         for (size_t index = 0; index < views.size(); index++) {  // as it was drawn, not as bf16 has it
             const TensorSpec& t = run.model.table.specs[index];

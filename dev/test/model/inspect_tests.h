@@ -214,10 +214,10 @@ TEST(inspect_shows_a_part_of_a_long_text) {
 
 TEST(inspect_tokens_show_the_characters_that_begin_in_them) {
     using List = std::vector<std::string>;
-    CHECK(texts_of_tokens({"", "a", "\xC3", "\xA9", "b"}) == List({"", "a", "\xC3\xA9", "", "b"}));
-    CHECK(texts_of_tokens({"x\xE2", "\x82", "\xACy"}) == List({"x\xE2\x82\xAC", "", "y"}));
-    CHECK(texts_of_tokens({"\xFF", "a\xC3"}) == List({"\xEF\xBF\xBD", "a\xEF\xBF\xBD"}));
-    CHECK(texts_of_tokens({}).empty());
+    CHECK(show_tokens({"", "a", "\xC3", "\xA9", "b"}) == List({"", "a", "\xC3\xA9", "", "b"}));
+    CHECK(show_tokens({"x\xE2", "\x82", "\xACy"}) == List({"x\xE2\x82\xAC", "", "y"}));
+    CHECK(show_tokens({"\xFF", "a\xC3"}) == List({"\xEF\xBF\xBD", "a\xEF\xBF\xBD"}));
+    CHECK(show_tokens({}).empty());
 }
 
 // Numbers by hand: with means of 1 and 2 around a pair of keys, softmax weights are 1, 2, 4, 2 and nines of 1 over 16.

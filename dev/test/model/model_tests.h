@@ -141,7 +141,7 @@ TEST(check_takes_right_gradients_and_no_others) {
         SelfTest t(0);
         t.model.grads[t.model.table.specs[3].offset] += wrong;
         CHECK(!(t.errors().worst < 1e-6));
-        CHECK(!SelfTest(1).has_gradients_of(t));
+        CHECK(!SelfTest(1).has_same_gradients(t));
     }
 }
 
