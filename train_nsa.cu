@@ -50,10 +50,14 @@ using DeviceEngine = void;
 #include "lib/run/config_files.h"
 // defines: Device, choose_device, choose_path
 #include "lib/run/device.h"
+// defines: EvalSums, EvalResult
+#include "lib/run/evaluation.h"
 // defines: print_help
 #include "lib/run/help.h"
-// defines: EvalSums, EvalResult, StepResult, RunReport
-#include "lib/run/report.h"
+// defines: print_memory, require_memory_for
+#include "lib/run/memory_needs.h"
+// defines: StepResult, RunPrinter
+#include "lib/run/run_printer.h"
 // defines: CheckpointSaver
 #include "lib/run/saver.h"
 // defines: open_run, begin_log
@@ -822,7 +826,12 @@ struct Decoder {
   private:
     static Dev& with_memory_for(Model<Dev>& m, int64_t prompted, int64_t length) {
         const double needed = Activations<Dev>::bytes_needed(m.dev, m.config, 1, length, INFERENCE, prompted);
-        require_memory_to_decode(needed, m.dev.available_bytes(), prompted, length);
+        const bool is_text = length == prompted;
+        require_memory_for(needed, m.dev.available_bytes(),
+                           is_text ? "a text of " + counted(length, "token")
+                                   : format_text("a sample of %s after a prompt of %lld",
+                                                 counted(length - prompted, "token").c_str(), (long long)prompted),
+                           is_text ? "give a shorter one" : "ask for fewer tokens");
         return m.dev;
     }
 };
@@ -928,7 +937,7 @@ void accumulate_gradients(Model<Dev>& model, Activations<Dev>& a, DataLoader& lo
 // ---------------------------------------------------------------------------------------------------------------------
 // The run. On a GPU the host stays one step ahead (Dev::steps_ahead), and waits for the GPU only to read statistics:
 //   launch_step()   gives the GPU step n+1; what is known of it goes to the back of `pending`, and its results are sent
-//   report_step()   takes step n from the front of `pending`, waits for its results and reports it
+//   finish_step()   takes step n from the front of `pending`, waits for its results and prints it
 // Both steps need their squares of gradients, so the model has two arrays of these, for odd and for even steps.
 
 template <class Dev>
@@ -942,9 +951,9 @@ struct Run {
     std::unique_ptr<Reducer<Dev>> reducer;  // null on one rank
     std::unique_ptr<Activations<Dev>> activations;
     TrainState state;
-    RunReport report;
+    RunPrinter printer;
     CheckpointSaver saver;
-    std::vector<StepResult> pending;  // the engine has them, and they are not yet reported
+    std::vector<StepResult> pending;  // the engine has them, and they are not yet printed
     Stop stop = GO_ON;
     // To read them, the host has to wait for the GPU.
     static constexpr int64_t steps_between_statistics = Dev::on_host ? 1 : 50;
@@ -957,9 +966,9 @@ struct Run {
           tokenizer(std::move(vocabulary)),
           data(open_training_data(c, w, tokenizer.get())),
           model(dev, c, true, w.rank, w.size),
-          report(c.steps, c.total_batch, c.log_every, data.train->samples_per_epoch()),
+          printer(c.steps, c.total_batch, c.log_every, data.train->samples_per_epoch()),
           saver(w, {c.out, c.keep, c.keep_every, [this](const char* phase) { model.note_phase(phase); },
-                    [this] { report.log->sync(); },
+                    [this] { printer.log->sync(); },
                     [this, manifest] { return state_json(state, manifest, world.size, data.train->files()); },
                     [this] { return take_snapshot(model, world); }}) {}
 
@@ -995,11 +1004,11 @@ struct Run {
             results.emplace_back(losses);
         }
         state.left_validation = false;
-        if (!choices.empty()) report.print_choices(state.step, data.choices.result(choices));
+        if (!choices.empty()) printer.print_choices(state.step, data.choices.result(choices));
         for (size_t i = 0; i < results.size(); i++) {
             const EvalResult& r = results[i];
             if (i == 0) state.validation = {state.step, r.loss, data.val[0].loader->state().corpus, r.tokens};
-            report.print_validation(state.step, data.val[i].name, i == 0, r);
+            printer.print_validation(state.step, data.val[i].name, i == 0, r);
         }
     }
 
@@ -1010,7 +1019,7 @@ struct Run {
         std::printf("--- sample at step %lld, %s ---\n", (long long)state.step,
                     counted(c.sample_tokens, "token").c_str());
         const auto print = [&] { return print_sample(model, *tokenizer, c, c.sample_tokens, true, c.prompt); };
-        const std::string error = error_of([&] { report.log_sample(state.step, print()); });
+        const std::string error = error_of([&] { printer.log_sample(state.step, print()); });
         if (!error.empty()) complain("no sample: " + error);
         std::printf("---\n");
     }
@@ -1073,13 +1082,13 @@ struct Run {
         if (stop == GO_ON) stop = stop_of(sums[INTERRUPT] > 0, sums[TERMINATE] > 0, sums[HALT] > 0);
     }
 
-    void report_step() {
+    void finish_step() {
         StepResult s = std::move(pending.front());
         pending.erase(pending.begin());
         exchange(s);
-        const double seconds = report.lap();
+        const double seconds = printer.lap();
         world.watchdog.step_done(s.step, seconds, s.loss);
-        if (is_first()) report.print_step(s, seconds, double(dev.peak_bytes) / (1 << 20), stop != GO_ON);
+        if (is_first()) printer.print_step(s, seconds, double(dev.peak_bytes) / (1 << 20), stop != GO_ON);
         if (s.is_bad()) return count_bad_step(s);
         state.bad_steps = 0;
         state.last_update = s.step;
@@ -1101,7 +1110,7 @@ struct Run {
 
     // If all ranks fail between two steps, what they have learnt must not be lost. Returns what the error says of it.
     std::string save_despite_error() {
-        while (!pending.empty()) error_of([&] { report_step(); });  // to learn which of them changed the weights
+        while (!pending.empty()) error_of([&] { finish_step(); });  // to learn which of them changed the weights
         if (state.last_update > saver.last_saved_step()) save_last();
         if (!is_first()) world.barrier();  // rank 0 ends the program on all ranks
         return saver.describe_last();
@@ -1118,15 +1127,15 @@ struct Run {
             const bool last = state.step == c.steps;
             auto due = [&](int64_t every) { return last || (every && state.step % every == 0); };
             const bool pause = due(c.eval_every) || due(c.save_every) || due(c.sample_every);
-            while (pending.size() > (pause || stop != GO_ON ? 0u : Dev::steps_ahead)) report_step();
+            while (pending.size() > (pause || stop != GO_ON ? 0u : Dev::steps_ahead)) finish_step();
             if (due(c.eval_every)) validate();
             if (last || stop != GO_ON) continue;
             if (due(c.save_every)) save();
             if (due(c.sample_every)) sample();
             if (pause && asked_to_stop()) continue;
-            if (pause) report.last_report = seconds_now();  // the next step is not charged for the pause
+            if (pause) printer.last_lap = seconds_now();  // the next step is not charged for the pause
         }
-        while (!pending.empty()) report_step();
+        while (!pending.empty()) finish_step();
         profiler.end(state.step, dev);
     }
 };
@@ -1157,19 +1166,19 @@ void begin_run(Run<Dev>& run, const Config& c, const Device& device, const Gradi
     else model.initialise();
     if (!run.is_first() || !c.dump_state.empty()) return;
     keep_vocabulary(run.tokenizer.get(), c.out);
-    begin_log(run.report, c, device, model.table, start.checkpoint, run.state, world.size);
+    begin_log(run.printer, c, device, model.table, start.checkpoint, run.state, world.size);
 }
 
 // Prints, on rank 0, what there is to say at the end of a run. Some ends are errors.
 template <class Dev>
 void print_end(Run<Dev>& run) {
-    run.report.print_done(run.state.step, double(run.dev.peak_bytes) * 0x1p-20, info_of_engine<DeviceEngine>().device);
+    run.printer.print_done(run.state.step, double(run.dev.peak_bytes) * 0x1p-20, info_of_engine<DeviceEngine>().device);
     if (run.reducer) {
         run.reducer->read_clocks();
-        run.report.print_reductions(run.reducer->times);
+        run.printer.print_reductions(run.reducer->times);
     }
     print_selected(run.dev.describe_selected(run.activations->shape));
-    run.report.print_end(run.stop, run.state, run.config, run.saver, run.tokenizer != nullptr);
+    run.printer.print_end(run.stop, run.state, run.config, run.saver, run.tokenizer != nullptr);
 }
 
 // Returns the program's exit status.
@@ -1182,11 +1191,11 @@ int train_run(Run<Dev>& run, const Config& c, const Device& device, const Gradie
         return 0;
     }
     const int64_t first_step = run.state.step;
-    run.report.start(first_step);
+    run.printer.start(first_step);
     const bool left = run.state.left_validation || (first_step == c.steps && !run.state.was_validated);
     if (first_step == 0 || left) run.validate();
     if (first_step > 0 && run.state.validation.step == first_step) run.save();  // its checkpoint says so from now on
-    run.report.start_clock();
+    run.printer.start_clock();
     try {
         run.train();
     } catch (const SharedError& e) {

@@ -51,6 +51,11 @@ inline std::string json_quote(const std::string& utf8, bool keep_bytes = false) 
     return out + "\"";
 }
 
+// JSON has no NaN.
+inline std::string json_number(const char* format, double x) {
+    return std::isfinite(x) ? format_text(format, x) : "null";
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // A parsed value. `where` in the accessors begins the error message: the file, and the part of it that is being read.
 

@@ -130,8 +130,8 @@ LogSeries thin_out(const LogSeries& series) {
 static std::string series_json(const LogSeries& series) {
     std::vector<std::string> points;
     for (const LogPoint& p : thin_out(series))
-        points.push_back(format_text("[%.0f,%.0f,%.6g,", p.step, p.tokens, p.hours) +
-                         (std::isfinite(p.value) ? format_text("%.7g]", p.value) : "null]"));
+        points.push_back(format_text("[%.0f,%.0f,%.6g,", p.step, p.tokens, p.hours) + json_number("%.7g", p.value) +
+                         "]");
     return list_json(points);
 }
 

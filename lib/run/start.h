@@ -10,8 +10,8 @@
 #include "config_files.h"
 #include "device.h"
 #include "environment.h"
-#include "report.h"
 #include "run_folder.h"
+#include "run_printer.h"
 #include "saver.h"
 #include "train_state.h"
 #include "training_data.h"
@@ -90,11 +90,11 @@ inline void keep_vocabulary(const Tokenizer* tokenizer, const std::string& out) 
 }
 
 // On rank 0, when the folder is there and the weights are: opens the logs and writes the run's first lines into them.
-inline void begin_log(RunReport& report, const Config& c, const Device& device, const TensorList& table,
+inline void begin_log(RunPrinter& printer, const Config& c, const Device& device, const TensorList& table,
                       const std::string& checkpoint, const TrainState& state, int ranks) {
-    report.log = std::make_unique<RunLog>(c.out, !checkpoint.empty(), state.step, c.tensorboard);
-    report.log_start(state, version_text(), device.description, ranks, table.parameters, c.vocab_size,
-                     model_flops_per_token(table.specs, shape_of(c, 1, c.seq_len), c.layers), device.peak_flops);
+    printer.log = std::make_unique<RunLog>(c.out, !checkpoint.empty(), state.step, c.tensorboard);
+    printer.log_start(state, version_text(), device.description, ranks, table.parameters, c.vocab_size,
+                      model_flops_per_token(table.specs, shape_of(c, 1, c.seq_len), c.layers), device.peak_flops);
     print_resume(c, checkpoint, state.step);
     std::fflush(stdout);
 }

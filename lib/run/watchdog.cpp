@@ -6,7 +6,7 @@ bool Watchdog::waits_for_others() const {
     return ranks > 1 && (in_collective || (p && !std::strncmp(p, "waiting for the other", 21)));
 }
 
-void Watchdog::report_and_end(const std::string& error, bool is_stall) {
+void Watchdog::print_and_end(const std::string& error, bool is_stall) {
     std::signal(SIGALRM, [](int) { _exit(1); });
     alarm(10);
     const std::string line = "train_nsa: error: " + error + "\n";
@@ -30,11 +30,11 @@ void Watchdog::judge(double idle) {
     std::string where = at < 0 ? "before the first step" : format_text("at step %lld in '%s'", at, p);
     where += format_text(" (--stall-timeout %g)", limit);
     if (!waiting)
-        report_and_end(format_text("%s has made no progress for %.1f s %s", name.c_str(), idle, where.c_str()), true);
+        print_and_end(format_text("%s has made no progress for %.1f s %s", name.c_str(), idle, where.c_str()), true);
     const std::string behind = heartbeat ? heartbeat->ranks_behind(ranks, step) : "";
     const std::string why = behind.empty() ? "they do not do the same, are stopped, or the network lost something"
                                            : behind + " not come as far, by the heartbeats; look there";
-    report_and_end(
+    print_and_end(
         format_text("%s has waited %.1f s for the other ranks %s: %s", name.c_str(), idle, where.c_str(), why.c_str()),
         false);
 }

@@ -44,7 +44,7 @@ class Watchdog {
     bool waits_for_others() const;
 
     // The end must not hang either: on a stderr that takes nothing, on a lock that the main thread holds, on a disk.
-    [[noreturn]] void report_and_end(const std::string& error, bool is_stall);
+    [[noreturn]] void print_and_end(const std::string& error, bool is_stall);
 
     // idle: seconds without progress.
     void judge(double idle);

@@ -89,7 +89,7 @@ void World::abort(int status) const {
 // cudaFree for a reduction that they never join, while they wait for us. So it is printed, and the program ends, where
 // it was caught: one line on stderr, which names the rank. Of an error that all ranks have, rank 0 prints the line, and
 // the launcher ends the others meanwhile.
-static int report_error(const World* world, int status, const char* text, bool shared) {
+static int print_error(const World* world, int status, const char* text, bool shared) {
     output().settle();
     if (world && world->rank > 0) usleep(shared ? 2000000 : 600000 + 100000 * unsigned(std::min(world->rank, 10)));
     if (world && world->size > 1 && !(shared && world->rank > 0))
@@ -103,11 +103,11 @@ int catch_errors(const World* world, const std::function<int()>& work) {
     try {
         return work();
     } catch (const SharedError& e) {
-        return report_error(world, e.status, e.what(), true);
+        return print_error(world, e.status, e.what(), true);
     } catch (const Error& e) {
-        return report_error(world, e.status, e.what(), false);
+        return print_error(world, e.status, e.what(), false);
     } catch (const std::exception& e) {
-        return report_error(world, 1, error_text(e).c_str(), false);
+        return print_error(world, 1, error_text(e).c_str(), false);
     }
 }
 

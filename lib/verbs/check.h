@@ -14,8 +14,8 @@
 #include "../run/build_info.h"
 #include "../run/config_files.h"
 #include "../run/device.h"
+#include "../run/memory_needs.h"
 #include "../run/options.h"
-#include "../run/report.h"
 
 // The check of what lies in data/ and of the vocabulary. False, with a line, where something is damaged.
 inline bool check_data(const std::string& vocab_dir) {

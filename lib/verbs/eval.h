@@ -7,7 +7,8 @@
 #include <type_traits>
 
 #include "../../tokenizer.h"
-#include "../run/report.h"
+#include "../run/evaluation.h"
+#include "../run/memory_needs.h"
 #include "../run/training_data.h"
 #include "trained_model.h"
 
@@ -24,8 +25,11 @@ inline void run_eval(Config c, const std::set<std::string>& given, World& world)
         auto& dev = model.dev;
         using EvalActivations = Activations<std::decay_t<decltype(dev)>>;
         dev.check_shape(shape_of(c, c.batch, c.seq_len));
-        require_memory_to_evaluate(c, EvalActivations::bytes_needed(dev, c, c.batch, c.seq_len, INFERENCE),
-                                   dev.available_bytes(world.device_sharers));
+        require_memory_for(
+            EvalActivations::bytes_needed(dev, c, c.batch, c.seq_len, INFERENCE),
+            dev.available_bytes(world.device_sharers),
+            format_text("eval: --batch %lld with sequences of %lld", (long long)c.batch, (long long)c.seq_len),
+            c.batch > 1 ? "choose a smaller --batch" : "choose a smaller --seq-len");
         std::string json;
         for (const auto& set : data.sets) {
             EvalActivations a(dev, c, c.batch, c.seq_len, INFERENCE);

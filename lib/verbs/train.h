@@ -7,7 +7,8 @@
 
 #include "../../dataloader.h"
 #include "../run/config_files.h"
-#include "../run/report.h"
+#include "../run/memory_needs.h"
+#include "../run/run_printer.h"
 #include "model_files.h"
 
 // fit_batch() for a model and its activations, on the memory of this engine.

@@ -1,20 +1,19 @@
-// report.h: everything that a run prints on stdout or writes into its logs, from plain numbers. Used by the training
-// loop and the verbs in train_nsa.cu.
+// run_printer.h: everything that a run prints on stdout or writes into its logs, from plain numbers. Used by the
+// training loop in train_nsa.cu.
 #pragma once
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
-#include <functional>
 #include <memory>
 #include <numeric>
 #include <set>
 #include <string>
 #include <vector>
 
-#include "../model/arena.h"
 #include "../model/partition.h"
 #include "../data/multiple_choice.h"
 #include "device.h"
+#include "evaluation.h"
 #include "options.h"
 #include "../base/progress.h"
 #include "run_folder.h"
@@ -41,90 +40,11 @@ void print_run(const TrainConfig& c, const std::set<std::string>& given, const W
                const std::string& reducer, const TensorList& table, const Partition& partition,
                const TrainingData& data, const std::string& weights);
 
-// Before anything is allocated: a micro-batch that nobody gave becomes the largest that fits on every rank; if that
-// does not help, fails and says what would. Returns whether more than three quarters of the memory will be taken. The
-// numbers are those of require_memory_of().
-bool fit_batch(ModelConfig& c, const World& world, bool batch_is_given, double fixed, double available,
-               const std::function<double(int64_t, int64_t)>& needed);
-
-void require_memory_to_evaluate(const ModelConfig& c, double needed, double available);
-
-// prompted: tokens of the first pass; length: of all passes together.
-void require_memory_to_decode(double needed, double available, int64_t prompted, int64_t length);
-
-// in_full: a line for every buffer, and one for all that take less than 4 % of the activations.
-void print_memory(double fixed_mib, const MemoryPlan& plan, bool in_full);
-
 // Which kernels a GPU takes for the selected branch; at the end of a run, what the last selection made of that choice.
 void print_selected(const std::string& kernels);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Steps and validations.
-
-// Places in a sample, in ranges that double: 0..15, 16..31, 32..63, ..., of which a million tokens have 17.
-constexpr size_t POSITION_RANGES = 17;
-inline size_t range_begin(size_t range) { return range ? size_t(8) << range : 0; }
-size_t find_range(size_t position);
-
-// What is added up over the tokens of one sample.
-struct EvalSums {
-    double loss = 0, answer_loss = 0, tokens = 0, answers = 0, bytes = 0;
-    double range_loss[POSITION_RANGES] = {};
-
-    // Calls use(number) with each of them, in one order, so that ranks can add them too.
-    template <class Use>
-    void visit(Use use) {
-        for (double* number : {&loss, &answer_loss, &tokens, &answers, &bytes}) use(*number);
-        for (double& number : range_loss) use(number);
-    }
-    // The sample's next token. target: 1 for an answer, 0 for any other, NO_TARGET after the end of the data.
-    void add(double of_token, uint8_t target, size_t text_bytes) {
-        if (target == NO_TARGET) return;
-        range_loss[find_range(size_t(tokens))] += of_token;
-        loss += of_token;
-        tokens++;
-        bytes += double(text_bytes);
-        if (target) {
-            answer_loss += of_token;
-            answers++;
-        }
-    }
-};
-
-struct EvalResult {
-    double loss = 0;         // mean over the tokens
-    double answer_loss = 0;  // mean over the answers of the synthetic corpus
-    uint64_t tokens = 0, answers = 0;
-    uint64_t bytes = 0;  // of the text that the targets stand for; 0 where unknown
-    uint64_t samples = 0;
-    double range_loss[POSITION_RANGES] = {};  // mean over the tokens of a range of positions
-    uint64_t range_tokens[POSITION_RANGES] = {};
-
-    EvalResult() = default;
-    explicit EvalResult(const std::vector<EvalSums>& sums) : samples(sums.size()) {
-        EvalSums total;
-        for (const EvalSums& s : sums) {
-            total.loss += s.loss;
-            total.answer_loss += s.answer_loss;
-            total.tokens += s.tokens;
-            total.answers += s.answers;
-            total.bytes += s.bytes;
-            for (size_t r = 0; r < POSITION_RANGES; r++) {
-                total.range_loss[r] += s.range_loss[r];
-                const size_t begin = range_begin(r), end = range_begin(r + 1), size = size_t(s.tokens);
-                range_tokens[r] += std::min(std::max(size, begin), end) - begin;
-            }
-        }
-        tokens = uint64_t(total.tokens);
-        answers = uint64_t(total.answers);
-        bytes = uint64_t(total.bytes);
-        loss = total.loss / total.tokens;
-        if (answers) answer_loss = total.answer_loss / total.answers;
-        for (size_t r = 0; r < POSITION_RANGES; r++) range_loss[r] = total.range_loss[r] / double(range_tokens[r]);
-    }
-
-    double bits_per_byte() const { return loss * double(tokens) / std::log(2.0) / double(bytes); }
-};
 
 // A step that the engine has been given; what stands below `tokens` is known once the ranks have exchanged their
 // results.
@@ -149,29 +69,19 @@ std::string bad_step_text(const StepResult& s, const std::vector<std::string>& f
 std::string write_bad_step(const std::string& out, const StepResult& s, int rank, const std::string& tensor,
                            size_t seq_len);
 
-void print_choices(const std::string& checkpoint, const ChoiceTask& task, const ChoiceResult& r);
-
-// What the verb `eval` says of a set. samples: that it has.
-void print_evaluation(const std::string& checkpoint, const std::string& set, const EvalResult& r, const Config& c,
-                      int64_t samples);
-
-// The same as a line of JSON.
-std::string evaluation_json(const std::string& checkpoint, const std::string& set, const EvalResult& r,
-                            int64_t seq_len);
-
 // One layer's gates (3, rows), selection masks (queries, words) and chosen shares of the importance (queries), as JSON:
 // mean gate and share of each branch, the gates' entropy, selected blocks, share of the importance that fell on them.
 std::string layer_statistics_json(const std::vector<float>& gate, const std::vector<uint32_t>& masks, size_t words,
                                   const std::vector<float>& chosen);
 
 // What rank 0 prints and logs while the run goes on. The other ranks have one too, for its clocks.
-struct RunReport {
+struct RunPrinter {
     const int64_t steps, total_batch, log_every;  // --steps, --total-batch, --log-every
     const uint64_t epoch_samples;                 // samples in an epoch of the training data
     std::unique_ptr<RunLog> log;                  // on rank 0, once the folder is there
     std::vector<double> speed;                    // tokens/s of every reported step
     double begun = 0;                             // seconds_now() when the run was ready
-    double started = 0, last_report = 0;          // when its first step began, when the last one was reported
+    double started = 0, last_lap = 0;             // when its first step began, when the last one was reported
     double last_printed = 0;                      // when the last line of a step was printed
     double unprinted_seconds = 0;                 // of the steps since then
     int64_t unprinted_steps = 0;
@@ -182,7 +92,7 @@ struct RunReport {
     int ranks = 1;
     double flops_per_token = 0, peak_flops = 0;  // of the model, for training; of one rank's processor, 0: unknown
 
-    RunReport(int64_t run_steps, int64_t step_tokens, int64_t every, uint64_t samples_per_epoch)
+    RunPrinter(int64_t run_steps, int64_t step_tokens, int64_t every, uint64_t samples_per_epoch)
         : steps(run_steps), total_batch(step_tokens), log_every(every), epoch_samples(samples_per_epoch) {}
 
     // What the log says about each start of the program on this run: at its first step, or at a resume.
@@ -192,7 +102,7 @@ struct RunReport {
     void log_sample(int64_t step, const std::string& text);
 
     void start(int64_t step);
-    void start_clock() { started = last_report = seconds_now(); }
+    void start_clock() { started = last_lap = seconds_now(); }
 
     // The seconds of the step that is reported now.
     double lap();
@@ -230,5 +140,5 @@ struct RunReport {
 };
 
 #ifndef COMPILED_APART  // see lib/cpu/kernels.cpp
-#include "report.cpp"
+#include "run_printer.cpp"
 #endif

@@ -1,10 +1,5 @@
-// report.cpp: the functions of report.h.
-#include "report.h"
-
-// JSON has no NaN.
-static std::string json_number(const char* format, double x) {
-    return std::isfinite(x) ? format_text(format, x) : "null";
-}
+// run_printer.cpp: the functions of run_printer.h.
+#include "run_printer.h"
 
 // reducer: how gradients travel.
 static void print_run_ranks(const TrainConfig& c, const World& world, const std::string& reducer, const Partition& p) {
@@ -54,94 +49,8 @@ void print_run(const TrainConfig& c, const std::set<std::string>& given, const W
     print_run_batch(c, world.size, device.gpu, given);
 }
 
-// The largest number of sequences, at most `batch`, that divides the samples of a rank and step and fits; 0 if none
-// fits. needed(batch): MiB.
-static int64_t largest_batch(int64_t batch, int64_t samples, double available,
-                             const std::function<double(int64_t)>& needed) {
-    while (batch > 0 && (samples % batch || !(needed(batch) <= available))) batch--;
-    return batch;
-}
-
-// Fails if this run does not fit, and says what would. needed(batch, recompute): MiB of a rank; fixed: those of its
-// parameters, gradients and moments; samples: of a rank and step, which micro-batches divide.
-static void require_memory_of(const ModelConfig& c, double fixed, double available, int64_t samples,
-                              const std::function<double(int64_t, int64_t)>& needed) {
-    if (needed(c.batch, c.recompute) <= available) return;
-    std::string advice;
-    const auto propose = [&](const std::string& text) { advice += (advice.empty() ? "" : ", or ") + text; };
-    const auto smaller = [&](int64_t recompute) {
-        return largest_batch(c.batch - 1, samples, available, [&](int64_t b) { return needed(b, recompute); });
-    };
-    for (int64_t level = c.recompute + 1; level <= 2 && advice.empty(); level++)
-        if (needed(c.batch, level) <= available) propose(format_text("--recompute %lld", (long long)level));
-    if (const int64_t batch = smaller(c.recompute)) propose(format_text("--batch %lld", (long long)batch));
-    if (advice.empty() && c.recompute < 2)
-        if (const int64_t batch = smaller(2)) propose(format_text("--batch %lld with --recompute 2", (long long)batch));
-    fail(
-        "--batch %lld and --seq-len %lld need %.0f MiB per rank, of which %.0f MiB are parameters, gradients and "
-        "moments; %.0f MiB are available: choose %s",
-        (long long)c.batch, (long long)c.seq_len, needed(c.batch, c.recompute), fixed, available,
-        advice.empty() ? "a smaller --seq-len or model" : advice.c_str());
-}
-
-bool fit_batch(ModelConfig& c, const World& world, bool batch_is_given, double fixed, double available,
-               const std::function<double(int64_t, int64_t)>& needed) {
-    const int64_t samples = c.total_batch / c.seq_len / world.size;
-    const int64_t fits =
-        largest_batch(c.batch, samples, available, [&](int64_t batch) { return needed(batch, c.recompute); });
-    if (!batch_is_given && fits > 0 && fits < c.batch) {
-        if (world.rank == 0)
-            std::printf("batch:  %s at a time and not %lld, which do not fit into %.0f MiB\n",
-                        counted(fits, "sequence").c_str(), (long long)c.batch, available);
-        c.batch = fits;
-    }
-    require_memory_of(c, fixed, available, samples, needed);
-    return needed(c.batch, c.recompute) > 0.75 * available;
-}
-
-// Bytes of a rank, for something that only runs forward.
-static void require_memory_for(double needed, double available, const std::string& what, const char* advice) {
-    if (needed > available)
-        fail("%s needs %.0f MiB per rank; %.0f MiB are available: %s", what.c_str(), needed / (1 << 20),
-             available / (1 << 20), advice);
-}
-
-void require_memory_to_evaluate(const ModelConfig& c, double needed, double available) {
-    require_memory_for(
-        needed, available,
-        format_text("eval: --batch %lld with sequences of %lld", (long long)c.batch, (long long)c.seq_len),
-        c.batch > 1 ? "choose a smaller --batch" : "choose a smaller --seq-len");
-}
-
-void require_memory_to_decode(double needed, double available, int64_t prompted, int64_t length) {
-    require_memory_for(needed, available,
-                       length == prompted
-                           ? "a text of " + counted(length, "token")
-                           : format_text("a sample of %s after a prompt of %lld",
-                                         counted(length - prompted, "token").c_str(), (long long)prompted),
-                       length == prompted ? "give a shorter one" : "ask for fewer tokens");
-}
-
-void print_memory(double fixed_mib, const MemoryPlan& plan, bool in_full) {
-    std::printf("memory: %.1f MiB of parameters, gradients and moments, %.1f MiB of activations per rank\n", fixed_mib,
-                double(plan.bytes) / (1 << 20));
-    if (!in_full) return;
-    std::vector<MemoryEntry> entries = plan.memory;
-    std::sort(entries.begin(), entries.end(), [](const auto& x, const auto& y) { return x.bytes > y.bytes; });
-    size_t rest = 0;
-    for (const MemoryEntry& e : entries) {
-        if (e.bytes * 25 < plan.bytes) rest += e.bytes;
-        else std::printf("        %8.1f MiB  %3zu x %s\n", double(e.bytes) / (1 << 20), e.count, e.name.c_str());
-    }
-    std::printf("        %8.1f MiB  the rest\n", double(rest) / (1 << 20));
-}
-
 void print_selected(const std::string& kernels) {
     if (!kernels.empty()) std::printf("        %s\n", kernels.c_str());
-}
-
-size_t find_range(size_t position) {
-    return position < 16 ? 0 : std::min<size_t>(60 - size_t(__builtin_clzll(position)), POSITION_RANGES - 1);
 }
 
 std::string bad_step_text(const StepResult& s, const std::vector<std::string>& finite, const std::string& tensor,
@@ -170,55 +79,6 @@ std::string write_bad_step(const std::string& out, const StepResult& s, int rank
         complain(e.what());
     }
     return path;
-}
-
-static std::string choices_text(const ChoiceResult& r) {
-    return format_text("hellaswag %.4f by loss per token, %.4f by loss, of %s", r.accuracy_per_token(), r.accuracy(),
-                       counted(int64_t(r.items), "item").c_str());
-}
-
-void print_choices(const std::string& checkpoint, const ChoiceTask& task, const ChoiceResult& r) {
-    std::printf("%s on %s: %s\n", printable(checkpoint).c_str(), printable(task.file).c_str(), choices_text(r).c_str());
-}
-
-void print_evaluation(const std::string& checkpoint, const std::string& set, const EvalResult& r, const Config& c,
-                      int64_t samples) {
-    std::printf("%s on %s%s%llu tokens (%llu of %lld samples of %lld): loss %.4f, perplexity %.3f",
-                printable(checkpoint).c_str(), printable(set).c_str(), set.empty() ? "" : ", ",
-                (unsigned long long)r.tokens, (unsigned long long)r.samples, (long long)samples, (long long)c.seq_len,
-                r.loss, std::exp(r.loss));
-    if (r.answers) std::printf(", recall loss %.4f (chance %.4f)", r.answer_loss, std::log(SYNTHETIC_ALPHABET));
-    if (r.bytes) std::printf(", bits per byte %.4f\n", r.bits_per_byte());
-    else std::printf("; bits per byte are unknown without --vocab-dir\n");
-    std::printf("  tokens in sight        loss      tokens\n");
-    for (size_t i = 0; i < POSITION_RANGES && r.range_tokens[i]; i++) {
-        const size_t first = range_begin(i) + 1, last = std::min(range_begin(i + 1), size_t(c.seq_len));
-        std::printf("  %15s  %10.4f  %10llu%s\n", format_text("%zu..%zu", first, last).c_str(), r.range_loss[i],
-                    (unsigned long long)r.range_tokens[i],
-                    first > size_t(c.trained_seq_len)  ? "  beyond the trained length"
-                    : last > size_t(c.trained_seq_len) ? "  in part beyond the trained length"
-                                                       : "");
-    }
-}
-
-std::string evaluation_json(const std::string& checkpoint, const std::string& set, const EvalResult& r,
-                            int64_t seq_len) {
-    std::string text = "{\"checkpoint\": " + json_quote(checkpoint) + ", \"set\": " + json_quote(set) +
-                       format_text(", \"seq_len\": %lld, \"samples\": %llu, \"tokens\": %llu", (long long)seq_len,
-                                   (unsigned long long)r.samples, (unsigned long long)r.tokens);
-    const auto add = [&](const char* name, double x) {
-        text += format_text(", \"%s\": ", name) + json_number("%.9g", x);
-    };
-    add("loss", r.loss), add("perplexity", std::exp(r.loss));
-    if (r.bytes) add("bits_per_byte", r.bits_per_byte());
-    if (r.answers) add("recall_loss", r.answer_loss);
-    text += ", \"by_tokens_in_sight\": [";
-    for (size_t i = 0; i < POSITION_RANGES && r.range_tokens[i]; i++)
-        text += format_text("%s{\"first\": %zu, \"last\": %zu, \"tokens\": %llu, \"loss\": ", i ? ", " : "",
-                            range_begin(i) + 1, std::min(range_begin(i + 1), size_t(seq_len)),
-                            (unsigned long long)r.range_tokens[i]) +
-                json_number("%.9g", r.range_loss[i]) + "}";
-    return text + "]}\n";
 }
 
 std::string layer_statistics_json(const std::vector<float>& gate, const std::vector<uint32_t>& masks, size_t words,
@@ -257,8 +117,8 @@ static std::string log_stamp(int64_t step) {
     return format_text("{\"step\":%lld,\"time\":%.3f,\"clock\":%.3f", (long long)step, unix_time(), seconds_now());
 }
 
-void RunReport::log_start(const TrainState& state, const std::string& version, const std::string& device, int of_ranks,
-                          int64_t parameters, int64_t vocab_size, double flops, double peak) {
+void RunPrinter::log_start(const TrainState& state, const std::string& version, const std::string& device, int of_ranks,
+                           int64_t parameters, int64_t vocab_size, double flops, double peak) {
     ranks = of_ranks;
     tokens = state.tokens;
     flops_per_token = flops;
@@ -272,23 +132,23 @@ void RunReport::log_start(const TrainState& state, const std::string& version, c
                               ranks, (long long)parameters, (long long)vocab_size, flops, peak));
 }
 
-void RunReport::log_sample(int64_t step, const std::string& text) {
+void RunPrinter::log_sample(int64_t step, const std::string& text) {
     log->line(log->json, log_stamp(step) + ",\"sample\":" + json_quote(text) + "}");
 }
 
-void RunReport::start(int64_t step) {
+void RunPrinter::start(int64_t step) {
     first_step = step;
     begun = seconds_now();
 }
 
-double RunReport::lap() {
-    const double now = seconds_now(), seconds = now - last_report;
-    last_report = now;
+double RunPrinter::lap() {
+    const double now = seconds_now(), seconds = now - last_lap;
+    last_lap = now;
     speed.push_back(double(total_batch) / seconds);
     return seconds;
 }
 
-void RunReport::print_step(const StepResult& s, double seconds, double peak_gpu_mib, bool last) {
+void RunPrinter::print_step(const StepResult& s, double seconds, double peak_gpu_mib, bool last) {
     tokens = s.all_tokens;
     if (std::isnan(first_loss)) first_loss = s.loss;
     log->line(log->text, format_text("s:%lld trl:%.6f lr:%.6e norm:%.4f", (long long)s.step, s.loss, s.lr, s.norm));
@@ -297,7 +157,7 @@ void RunReport::print_step(const StepResult& s, double seconds, double peak_gpu_
     const bool due = log_every ? s.step % log_every == 0 : seconds_now() >= last_printed + 1;
     if (!due && s.step != first_step + 1 && s.step != steps && !last && !s.is_bad()) return;
     last_printed = seconds_now();
-    const double left = (last_report - started) / double(s.step - first_step) * double(steps - s.step);
+    const double left = (last_lap - started) / double(s.step - first_step) * double(steps - s.step);
     // The mean since the line before: a GPU's host runs ahead, so by its clock the last of several steps takes no
     // time.
     const double mean = unprinted_seconds / double(unprinted_steps);
@@ -308,7 +168,7 @@ void RunReport::print_step(const StepResult& s, double seconds, double peak_gpu_
     std::fflush(stdout);
 }
 
-void RunReport::print_validation(int64_t step, const std::string& set, bool decides, const EvalResult& r) {
+void RunPrinter::print_validation(int64_t step, const std::string& set, bool decides, const EvalResult& r) {
     if (decides) {
         last_val_loss = r.loss;
         if (std::isnan(first_val_loss)) first_val_loss = r.loss;
@@ -336,20 +196,20 @@ void RunReport::print_validation(int64_t step, const std::string& set, bool deci
     log->line(log->json, fields + "}");
 }
 
-void RunReport::print_choices(int64_t step, const ChoiceResult& r) {
+void RunPrinter::print_choices(int64_t step, const ChoiceResult& r) {
     if (!log) return;
-    std::printf("step %04lld | %s\n", (long long)step, choices_text(r).c_str());
+    std::printf("step %04lld | %s\n", (long long)step, describe_choices(r).c_str());
     log->line(log->text, format_text("s:%lld eval:%.6f", (long long)step, r.accuracy_per_token()));
     log->line(log->json, log_stamp(step) + format_text(",\"hellaswag\":%.6f,\"hellaswag_plain\":%.6f}",
                                                        r.accuracy_per_token(), r.accuracy()));
 }
 
-double RunReport::median_speed() {
+double RunPrinter::median_speed() {
     std::sort(speed.begin(), speed.end());
     return speed.empty() ? 0.0 : speed[speed.size() / 2];
 }
 
-void RunReport::print_recall() const {
+void RunPrinter::print_recall() const {
     const double chance = std::log(SYNTHETIC_ALPHABET);
     if (last_recall < 0) return;
     std::printf("recall: %.2f for a letter of a name that was last seen beyond the window, guessing costs %.2f: %s\n",
@@ -359,7 +219,7 @@ void RunReport::print_recall() const {
                                              : "the model does not look such names up, it guesses");
 }
 
-void RunReport::print_done(int64_t step, double peak_device_mib, const std::string& device) {
+void RunPrinter::print_done(int64_t step, double peak_device_mib, const std::string& device) {
     print_recall();
     const double tokens_per_second = median_speed(), rate = flops_per_token * tokens_per_second / ranks;
     std::printf(
@@ -376,14 +236,14 @@ void RunReport::print_done(int64_t step, double peak_device_mib, const std::stri
                     : "");
 }
 
-void RunReport::print_reductions(const ReduceTimes& times) {
+void RunPrinter::print_reductions(const ReduceTimes& times) {
     if (times.steps)
         std::printf(
             "ranks:  reductions %.1f ms a step, of which %.1f ms exposed: not hidden behind the backward pass\n",
             times.total * 1e3 / double(times.steps), std::min(times.exposed, times.total) * 1e3 / double(times.steps));
 }
 
-void RunReport::warn_of_rise(const OutlierWindow& losses) const {
+void RunPrinter::warn_of_rise(const OutlierWindow& losses) const {
     const bool is_validated = !std::isnan(first_val_loss);
     const auto few = losses.values.end() - std::min<std::ptrdiff_t>(8, std::ptrdiff_t(losses.values.size()));
     const double mean = std::accumulate(few, losses.values.end(), 0.0) / double(losses.values.end() - few);
@@ -395,8 +255,8 @@ void RunReport::warn_of_rise(const OutlierWindow& losses) const {
                         is_validated ? "validation" : "training", first, last));
 }
 
-void RunReport::print_end(Stop stop, const TrainState& state, const TrainConfig& c, const CheckpointSaver& saver,
-                          bool has_vocabulary) const {
+void RunPrinter::print_end(Stop stop, const TrainState& state, const TrainConfig& c, const CheckpointSaver& saver,
+                           bool has_vocabulary) const {
     const std::string &save_error = saver.last_error, &last_saved = saver.last_saved;
     if (stop == HALTED) remove_halt_file(c.out);
     if (!save_error.empty())
@@ -436,7 +296,7 @@ void RunReport::print_end(Stop stop, const TrainState& state, const TrainConfig&
                     shell_word(c.out).c_str(), shell_word(c.out + ".html").c_str());
 }
 
-std::string RunReport::step_json(const StepResult& s, double seconds, double peak_gpu_mib) const {
+std::string RunPrinter::step_json(const StepResult& s, double seconds, double peak_gpu_mib) const {
     std::string text =
         log_stamp(s.step) + format_text(",\"loss\":%s,\"lr\":%.6e,\"grad_norm\":%s",
                                         json_number("%.6f", s.loss).c_str(), s.lr, json_number("%.6f", s.norm).c_str());

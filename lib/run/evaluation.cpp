@@ -1,0 +1,61 @@
+// evaluation.cpp: the functions of evaluation.h.
+#include "evaluation.h"
+
+#include <cstdio>
+
+#include "../base/json.h"
+#include "../data/synthetic.h"
+
+size_t find_range(size_t position) {
+    return position < 16 ? 0 : std::min<size_t>(60 - size_t(__builtin_clzll(position)), POSITION_RANGES - 1);
+}
+
+std::string describe_choices(const ChoiceResult& r) {
+    return format_text("hellaswag %.4f by loss per token, %.4f by loss, of %s", r.accuracy_per_token(), r.accuracy(),
+                       counted(int64_t(r.items), "item").c_str());
+}
+
+void print_choices(const std::string& checkpoint, const ChoiceTask& task, const ChoiceResult& r) {
+    std::printf("%s on %s: %s\n", printable(checkpoint).c_str(), printable(task.file).c_str(),
+                describe_choices(r).c_str());
+}
+
+void print_evaluation(const std::string& checkpoint, const std::string& set, const EvalResult& r, const Config& c,
+                      int64_t samples) {
+    std::printf("%s on %s%s%llu tokens (%llu of %lld samples of %lld): loss %.4f, perplexity %.3f",
+                printable(checkpoint).c_str(), printable(set).c_str(), set.empty() ? "" : ", ",
+                (unsigned long long)r.tokens, (unsigned long long)r.samples, (long long)samples, (long long)c.seq_len,
+                r.loss, std::exp(r.loss));
+    if (r.answers) std::printf(", recall loss %.4f (chance %.4f)", r.answer_loss, std::log(SYNTHETIC_ALPHABET));
+    if (r.bytes) std::printf(", bits per byte %.4f\n", r.bits_per_byte());
+    else std::printf("; bits per byte are unknown without --vocab-dir\n");
+    std::printf("  tokens in sight        loss      tokens\n");
+    for (size_t i = 0; i < POSITION_RANGES && r.range_tokens[i]; i++) {
+        const size_t first = range_begin(i) + 1, last = std::min(range_begin(i + 1), size_t(c.seq_len));
+        std::printf("  %15s  %10.4f  %10llu%s\n", format_text("%zu..%zu", first, last).c_str(), r.range_loss[i],
+                    (unsigned long long)r.range_tokens[i],
+                    first > size_t(c.trained_seq_len)  ? "  beyond the trained length"
+                    : last > size_t(c.trained_seq_len) ? "  in part beyond the trained length"
+                                                       : "");
+    }
+}
+
+std::string evaluation_json(const std::string& checkpoint, const std::string& set, const EvalResult& r,
+                            int64_t seq_len) {
+    std::string text = "{\"checkpoint\": " + json_quote(checkpoint) + ", \"set\": " + json_quote(set) +
+                       format_text(", \"seq_len\": %lld, \"samples\": %llu, \"tokens\": %llu", (long long)seq_len,
+                                   (unsigned long long)r.samples, (unsigned long long)r.tokens);
+    const auto add = [&](const char* name, double x) {
+        text += format_text(", \"%s\": ", name) + json_number("%.9g", x);
+    };
+    add("loss", r.loss), add("perplexity", std::exp(r.loss));
+    if (r.bytes) add("bits_per_byte", r.bits_per_byte());
+    if (r.answers) add("recall_loss", r.answer_loss);
+    text += ", \"by_tokens_in_sight\": [";
+    for (size_t i = 0; i < POSITION_RANGES && r.range_tokens[i]; i++)
+        text += format_text("%s{\"first\": %zu, \"last\": %zu, \"tokens\": %llu, \"loss\": ", i ? ", " : "",
+                            range_begin(i) + 1, std::min(range_begin(i + 1), size_t(seq_len)),
+                            (unsigned long long)r.range_tokens[i]) +
+                json_number("%.9g", r.range_loss[i]) + "}";
+    return text + "]}\n";
+}

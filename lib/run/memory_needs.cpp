@@ -1,0 +1,74 @@
+// memory_needs.cpp: the functions of memory_needs.h.
+#include "memory_needs.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <string>
+#include <vector>
+
+#include "../base/util.h"
+
+// The largest number of sequences, at most `batch`, that divides the samples of a rank and step and fits; 0 if none
+// fits. needed(batch): MiB.
+static int64_t largest_batch(int64_t batch, int64_t samples, double available,
+                             const std::function<double(int64_t)>& needed) {
+    while (batch > 0 && (samples % batch || !(needed(batch) <= available))) batch--;
+    return batch;
+}
+
+// Fails if this run does not fit, and says what would. needed(batch, recompute): MiB of a rank; fixed: those of its
+// parameters, gradients and moments; samples: of a rank and step, which micro-batches divide.
+static void require_batch_fits(const ModelConfig& c, double fixed, double available, int64_t samples,
+                               const std::function<double(int64_t, int64_t)>& needed) {
+    if (needed(c.batch, c.recompute) <= available) return;
+    std::string advice;
+    const auto propose = [&](const std::string& text) { advice += (advice.empty() ? "" : ", or ") + text; };
+    const auto smaller = [&](int64_t recompute) {
+        return largest_batch(c.batch - 1, samples, available, [&](int64_t b) { return needed(b, recompute); });
+    };
+    for (int64_t level = c.recompute + 1; level <= 2 && advice.empty(); level++)
+        if (needed(c.batch, level) <= available) propose(format_text("--recompute %lld", (long long)level));
+    if (const int64_t batch = smaller(c.recompute)) propose(format_text("--batch %lld", (long long)batch));
+    if (advice.empty() && c.recompute < 2)
+        if (const int64_t batch = smaller(2)) propose(format_text("--batch %lld with --recompute 2", (long long)batch));
+    fail(
+        "--batch %lld and --seq-len %lld need %.0f MiB per rank, of which %.0f MiB are parameters, gradients and "
+        "moments; %.0f MiB are available: choose %s",
+        (long long)c.batch, (long long)c.seq_len, needed(c.batch, c.recompute), fixed, available,
+        advice.empty() ? "a smaller --seq-len or model" : advice.c_str());
+}
+
+bool fit_batch(ModelConfig& c, const World& world, bool batch_is_given, double fixed, double available,
+               const std::function<double(int64_t, int64_t)>& needed) {
+    const int64_t samples = c.total_batch / c.seq_len / world.size;
+    const int64_t fits =
+        largest_batch(c.batch, samples, available, [&](int64_t batch) { return needed(batch, c.recompute); });
+    if (!batch_is_given && fits > 0 && fits < c.batch) {
+        if (world.rank == 0)
+            std::printf("batch:  %s at a time and not %lld, which do not fit into %.0f MiB\n",
+                        counted(fits, "sequence").c_str(), (long long)c.batch, available);
+        c.batch = fits;
+    }
+    require_batch_fits(c, fixed, available, samples, needed);
+    return needed(c.batch, c.recompute) > 0.75 * available;
+}
+
+void print_memory(double fixed_mib, const MemoryPlan& plan, bool in_full) {
+    std::printf("memory: %.1f MiB of parameters, gradients and moments, %.1f MiB of activations per rank\n", fixed_mib,
+                double(plan.bytes) / (1 << 20));
+    if (!in_full) return;
+    std::vector<MemoryEntry> entries = plan.memory;
+    std::sort(entries.begin(), entries.end(), [](const auto& x, const auto& y) { return x.bytes > y.bytes; });
+    size_t rest = 0;
+    for (const MemoryEntry& e : entries) {
+        if (e.bytes * 25 < plan.bytes) rest += e.bytes;
+        else std::printf("        %8.1f MiB  %3zu x %s\n", double(e.bytes) / (1 << 20), e.count, e.name.c_str());
+    }
+    std::printf("        %8.1f MiB  the rest\n", double(rest) / (1 << 20));
+}
+
+void require_memory_for(double needed, double available, const std::string& what, const char* advice) {
+    if (needed > available)
+        fail("%s needs %.0f MiB per rank; %.0f MiB are available: %s", what.c_str(), needed / (1 << 20),
+             available / (1 << 20), advice);
+}
