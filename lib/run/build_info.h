@@ -59,8 +59,8 @@ inline std::string mpi_name() {
 #endif
 }
 
-// engine: the one for devices; device: a line about the one in use, else ""; not_used: why there is none. mpi: the
-// library's name and version, or "".
+// What `check` says of the program and its machine. engine: the one for devices; device: a line about the one in use
+// or ""; not_used: why none is; mpi: the library's name and version, or "".
 struct BuildInfo {
     EngineInfo engine;
     Versions versions;  // of the engine's libraries
@@ -72,7 +72,7 @@ struct BuildInfo {
 
 inline const char* tick(bool there) { return there ? "\u2713" : "\u2717"; }
 
-// What the build and the machine have, one line each with a tick or a cross.
+// Prints a line for each part, with a tick or a cross.
 inline void print_build(const BuildInfo& r) {
     std::printf("%s version      %s\n", tick(true), version_text());
     std::printf("%s compiler     %s, vectors of %d bytes\n", tick(true), compiler_name().c_str(), VECTOR_BYTES);
@@ -102,7 +102,7 @@ inline void print_version(const EngineInfo& engine, const std::string& mpi, cons
     if (!mpi.empty()) std::printf("MPI: %s; under Slurm srun --mpi=%s\n", mpi.c_str(), pmi.c_str());
 }
 
-// One more line of the verb `check`.
+// Prints one more line of the verb `check`.
 __attribute__((format(printf, 2, 3))) inline void print_check(bool good, const char* format, ...) {
     va_list args;
     va_start(args, format);

@@ -20,7 +20,7 @@
 #include "../base/util.h"
 #include "world.h"
 
-// Chosen at the start of a run, which prints it.
+// What a run computes on, chosen at its start.
 struct Device {
     bool gpu = false;
     int gpu_number = 0;     // among those that the rank sees: its own if the launcher has given it one
@@ -34,18 +34,18 @@ struct Device {
     double peak_flops = 0;    // of its products; 0: unknown
 };
 
-// A rank's share of its machine's processors. Where the launcher has bound ranks to processors of their own, all of
-// those. own: the usable processors of this process, list: which ones, as text.
+// How many of its machine's processors a rank takes: its share, or all of those that the launcher has bound it to.
+// own: the usable processors of this process; list: which ones, as text. All ranks call it, since they tell each other
+// their lists.
 int count_threads(const World& world, int own, const std::string& list);
 
-// All ranks ask, because they answer each other here.
 inline int count_threads(const World& world) { return count_threads(world, usable_processors(), processor_list()); }
 
 // --resume on another machine: options of the run that this one cannot honour give way, and c.given_up keeps the reason
 // for the line that says so. What was given with --resume is refused instead. share: this rank's processors.
 void drop_unsupported_options(TrainConfig& c, const std::set<std::string>& given, int share, const GpuSearch& gpus);
 
-// The device of this rank. All ranks ask.
+// The device of this rank. All ranks call it.
 Device choose_device(const MachineConfig& c, const World& world, const GpuSearch& gpus);
 
 // How gradients get from rank to rank.
@@ -54,7 +54,7 @@ struct GradientPath {
     std::string text;  // for the run's first lines
 };
 
-// All ranks ask. gpu: its name and bus, such as "GPU 0 (NVIDIA H200)" and "0000:4b:00.0"; "" on a CPU.
+// All ranks call it. gpu: its name and bus, such as "GPU 0 (NVIDIA H200)" and "0000:4b:00.0"; "" on a CPU.
 GradientPath choose_path(World& world, const EngineInfo& engine, const std::string& gpu, const std::string& bus);
 
 #ifndef COMPILED_APART  // see lib/cpu/kernels.cpp

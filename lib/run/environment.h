@@ -50,7 +50,7 @@ inline std::string processor_name() {
     return at == std::string::npos ? "unknown" : line.substr(at + 2);
 }
 
-// What of the environment changes how a run goes.
+// The environment variables that change how a run goes.
 inline Facts variables() {
     Facts found;
     for (char** e = environ; *e; e++) {
@@ -66,7 +66,7 @@ inline Facts variables() {
     return found;
 }
 
-// Of the libraries in this build. of_engine: those of the engine for devices.
+// The versions of the libraries in this build. of_engine: those of the device engine's.
 inline Versions library_versions(const Versions& of_engine) {
     Versions all = {{"MPI", mpi_name()}};
     all.insert(all.end(), of_engine.begin(), of_engine.end());
@@ -79,7 +79,7 @@ inline Facts list_versions(const Versions& versions) {
     return found;
 }
 
-// git describe and whether the tree had changes, of a version like 0.2.0-1234567-dirty.
+// Takes a version like 0.2.0-1234567-dirty apart: what git describe said, and whether the tree had changes.
 inline Facts split_version(const std::string& version) {
     const std::string dirty = "-dirty";
     const bool is_dirty = version.size() > dirty.size() && version.substr(version.size() - dirty.size()) == dirty;
@@ -89,7 +89,7 @@ inline Facts split_version(const std::string& version) {
             {"dirty", is_dirty ? "true" : "false"}};
 }
 
-// engine: describe() of the one in use. checkpoint: from which the run goes on, or "".
+// engine: what the one in use says of itself; checkpoint: the one that the run goes on from, or "".
 inline std::string environment_json(const World& world, const std::string& engine, const Versions& libraries,
                                     const std::string& checkpoint) {
     const std::string driver = system_line("/proc/driver/nvidia/version", "NVIDIA");

@@ -11,12 +11,12 @@
 #include "../data/shards.h"
 #include "options.h"
 
-// Places in a sample, in ranges that double: 0..15, 16..31, 32..63, ..., of which a million tokens have 17.
+// Places in a sample fall into ranges that double: 0..15, 16..31, 32..63, ...; a million tokens have 17 of them.
 constexpr size_t POSITION_RANGES = 17;
 inline size_t range_begin(size_t range) { return range ? size_t(8) << range : 0; }
 size_t find_range(size_t position);
 
-// What is added up over the tokens of one sample.
+// Sums over the tokens of one sample.
 struct EvalSums {
     double loss = 0, answer_loss = 0, tokens = 0, answers = 0, bytes = 0;
     double range_loss[POSITION_RANGES] = {};
@@ -27,7 +27,7 @@ struct EvalSums {
         for (double* number : {&loss, &answer_loss, &tokens, &answers, &bytes}) use(*number);
         for (double& number : range_loss) use(number);
     }
-    // The sample's next token. target: 1 for an answer, 0 for any other, NO_TARGET after the end of the data.
+    // Adds the sample's next token. target: 1 for an answer, 0 for any other, NO_TARGET after the end of the data.
     void add(double of_token, uint8_t target, size_t text_bytes) {
         if (target == NO_TARGET) return;
         range_loss[find_range(size_t(tokens))] += of_token;
@@ -78,7 +78,7 @@ struct EvalResult {
 
 void print_choices(const std::string& checkpoint, const ChoiceTask& task, const ChoiceResult& r);
 
-// What the verb `eval` says of a set. samples: that it has.
+// Prints what the verb `eval` says of a set. samples: how many it has.
 void print_evaluation(const std::string& checkpoint, const std::string& set, const EvalResult& r, const Config& c,
                       int64_t samples);
 

@@ -24,7 +24,7 @@ class Heartbeat {
 
     // A file that cannot be written is reported once and does not stop the run.
     void warn();
-    // In one piece where the disk takes it so, and then lines of two threads do not mix.
+    // Writes the line in one piece where the disk takes it so: then lines of two threads do not mix.
     void append(const std::string& line);
 
   public:
@@ -39,11 +39,11 @@ class Heartbeat {
     Heartbeat& operator=(const Heartbeat&) = delete;
 
     void step_done(int64_t step, const char* phase, double seconds, double loss);
-    // In the middle of a step: everything of this rank is there, and others' is missing.
+    // This rank has done its part of the step and waits for the others.
     void waits(int64_t step);
     void stalls(int64_t step, const std::string& text);
 
-    // Whose files, beside this one, end before this step's wait: "ranks 1, 3 have"; "" where that cannot be told.
+    // Names the ranks whose files end before this step's wait, as "ranks 1, 3 have"; "" where that cannot be told.
     std::string ranks_behind(int ranks, int64_t step) const;
 };
 

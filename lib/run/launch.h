@@ -20,16 +20,16 @@ struct Launch {
     int port = 0;
 };
 
-// Where MPI's launchers say how many processes there are: MPICH's mpirun and `srun --mpi=pmi2`, Open MPI's mpirun.
-// `srun --mpi=pmix` gives a rank alone. nullptr without any of them.
+// The variable in which an MPI launcher says how many processes there are; nullptr if none has started us. MPICH's
+// mpirun, Open MPI's and `srun --mpi=pmi2` set one; `srun --mpi=pmix` gives a rank alone.
 const char* started_by_mpi();
 
-// The rank by whatever variable there is, before anybody knows more. Rank 0 prints a refusal at once, and a launcher
-// ends the others meanwhile; those that nobody ends print theirs.
+// The rank as far as the environment tells, for refusals before the launch is understood: rank 0 prints one at once,
+// the others a moment later, unless their launcher has ended them by then.
 int rank_in_environment();
 [[noreturn]] void refuse_launch(const std::string& text);
 
-// What srun has to offer this MPI: srun --mpi=...
+// The interface through which this MPI finds its ranks under Slurm: srun --mpi=...
 inline std::string choose_pmi(const std::string& mpi) { return mpi.compare(0, 8, "Open MPI") == 0 ? "pmix" : "pmi2"; }
 
 [[noreturn]] void refuse_other_mpi(const Launch& launch, int size);

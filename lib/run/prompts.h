@@ -13,7 +13,7 @@
 #include "../data/tokenize.h"
 #include "options.h"
 
-// prompt, tokens: of a sample. The last token is written and not read.
+// Warns if a sample goes beyond what the model was trained on. prompt, tokens: how many of each.
 void warn_beyond_trained(int64_t prompt, int64_t tokens, int64_t seq_len);
 
 // The vocabulary of a checkpoint whose options are c.
@@ -31,7 +31,7 @@ struct TokenPrinter {
     std::string before;
     std::string all = before;  // prompt and tokens
 
-    // False where the text has come to its end.
+    // Returns false at the end of the text.
     bool print(int32_t token);
     // Returns the whole text.
     std::string end();

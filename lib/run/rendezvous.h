@@ -45,7 +45,7 @@ struct Socket {
     }
 };
 
-// So that no call on this socket waits for longer.
+// No call on this socket waits for longer than that.
 inline void limit_waiting(int fd, int seconds) {
     const timeval limit = {seconds, 0};
     setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
@@ -58,7 +58,7 @@ inline bool receive_all(int fd, void* bytes, size_t count) {
     return recv(fd, bytes, count, MSG_WAITALL) == ssize_t(count);
 }
 
-// Of what all ranks of a run have in common; they run the same program.
+// All ranks of a run get the same number here, since they run the same program.
 inline uint64_t hash_launch(const Launch& launch) {
     return std::hash<std::string>()(launch.run + '\n' + std::to_string(launch.size));
 }
@@ -157,7 +157,7 @@ inline std::string ask_once(char (&id)[128], const Launch& launch) {
     return "";
 }
 
-// id: rank 0's, on every rank.
+// Every rank gets rank 0's id.
 inline void share_id(char (&id)[128], const Launch& launch, double seconds) {
     if (launch.rank == 0) return give_out(id, launch, seconds);
     const double begun = seconds_now();

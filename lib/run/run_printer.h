@@ -28,19 +28,19 @@
 #include "../base/util.h"
 #include "world.h"
 
-// Of this process on the host.
+// The most memory that this process has had on the host.
 inline double peak_memory_mib() { return peak_resident_bytes() / (1 << 20); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Before the first step.
 
-// What a reader wants to know before the first step, one line each: device, ranks, model, data, batch. weights: where
-// they come from.
+// Prints what a reader wants to know before the first step, one line each: device, ranks, model, data, batch. weights:
+// where they come from.
 void print_run(const TrainConfig& c, const std::set<std::string>& given, const World& world, const Device& device,
                const std::string& reducer, const TensorList& table, const Partition& partition,
                const TrainingData& data, const std::string& weights);
 
-// Which kernels a GPU takes for the selected branch; at the end of a run, what the last selection made of that choice.
+// Prints which kernels a GPU takes for the selected branch; at the end of a run, what became of that choice.
 void print_selected(const std::string& kernels);
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -61,7 +61,8 @@ struct StepResult {
     bool is_bad() const { return !std::isfinite(loss) || !std::isfinite(norm); }
 };
 
-// finite: per rank, "" where its loss is not. tensor: the first whose gradient is not. file: the batch that led there.
+// A line about a step that was not finite. finite: for each rank "" if its loss was not; tensor: the first whose
+// gradient was not; file: where the batch is.
 std::string bad_step_text(const StepResult& s, const std::vector<std::string>& finite, const std::string& tensor,
                           const std::string& file);
 
@@ -74,7 +75,7 @@ std::string write_bad_step(const std::string& out, const StepResult& s, int rank
 std::string layer_statistics_json(const std::vector<float>& gate, const std::vector<uint32_t>& masks, size_t words,
                                   const std::vector<float>& chosen);
 
-// What rank 0 prints and logs while the run goes on. The other ranks have one too, for its clocks.
+// Prints and logs on rank 0 while the run goes on. The other ranks have one too, for its clocks.
 struct RunPrinter {
     const int64_t steps, total_batch, log_every;  // --steps, --total-batch, --log-every
     const uint64_t epoch_samples;                 // samples in an epoch of the training data
@@ -95,7 +96,7 @@ struct RunPrinter {
     RunPrinter(int64_t run_steps, int64_t step_tokens, int64_t every, uint64_t samples_per_epoch)
         : steps(run_steps), total_batch(step_tokens), log_every(every), epoch_samples(samples_per_epoch) {}
 
-    // What the log says about each start of the program on this run: at its first step, or at a resume.
+    // Logs that the program was started on this run: at its first step, or at a resume.
     void log_start(const TrainState& state, const std::string& version, const std::string& device, int of_ranks,
                    int64_t parameters, int64_t vocab_size, double flops, double peak);
 
@@ -104,21 +105,21 @@ struct RunPrinter {
     void start(int64_t step);
     void start_clock() { started = last_lap = seconds_now(); }
 
-    // The seconds of the step that is reported now.
+    // The seconds since the step before.
     double lap();
 
     // Both logs have every step. stdout has one in log_every, or one a second, and what is out of the ordinary: the
     // first, the last, and those that changed no weight.
     void print_step(const StepResult& s, double seconds, double peak_gpu_mib, bool last);
 
-    // A set of --val-data. decides: it is the first, whose numbers have no name after theirs.
+    // set: of --val-data. decides: it is the first one, whose numbers are logged without its name.
     void print_validation(int64_t step, const std::string& set, bool decides, const EvalResult& r);
 
     void print_choices(int64_t step, const ChoiceResult& r);
 
     double median_speed();
 
-    // What the recall loss of the built-in corpus means: the window does not reach the names that are asked for.
+    // Says what the recall loss of the built-in corpus means: its names lie farther back than the window reaches.
     void print_recall() const;
 
     // device: what the engine calls its devices.
@@ -127,11 +128,10 @@ struct RunPrinter {
     // times: total and exposed seconds of all steps together.
     static void print_reductions(const ReduceTimes& times);
 
-    // A run that ends worse than it began, by more than chance: losses of single steps differ, so the last few count
-    // together.
+    // Warns if a run ends worse than it began. Losses of single steps differ by chance, so the last few count together.
     void warn_of_rise(const OutlierWindow& losses) const;
 
-    // The run's last lines, or the error that it ends with although it reached its end.
+    // Prints the run's last lines, or fails with the error that a run ends with although it reached its last step.
     void print_end(Stop stop, const TrainState& state, const TrainConfig& c, const CheckpointSaver& saver,
                    bool has_vocabulary) const;
 

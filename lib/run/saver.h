@@ -39,16 +39,17 @@ class CheckpointSaver {
 
     CheckpointSaver(const World& w, Options o) : world(w), options(std::move(o)) {}
 
-    // All ranks, after the same step. A checkpoint that fails is reported, and the run goes on with the last good one.
+    // All ranks call it after the same step. A checkpoint that fails is reported, and the run goes on with the last
+    // good one.
     void save(int64_t step);
 
-    // At the end of a run, which has no other error then. What cannot be removed, the next run in this folder removes.
+    // Called at the end of a run that has no other error. What cannot be removed, the next run in this folder removes.
     void save_last(int64_t step);
 
-    // Of last_saved; 0 where there is none.
+    // The step of last_saved, or 0 if there is none.
     int64_t last_saved_step() const { return std::max<int64_t>(0, parse_step(name_of(last_saved))); }
 
-    // What the end of a run that failed says of it.
+    // A sentence about last_saved for the end of a run that failed.
     std::string describe_last() const;
 
   private:
@@ -58,14 +59,14 @@ class CheckpointSaver {
     // Returns what went wrong, "" if nothing did. abandoned: takes what cannot be removed after that.
     std::string write(int64_t step, const Complain& abandoned);
 
-    // Rank 0, before a rank writes.
+    // Rank 0 calls it before any rank writes.
     void begin(int64_t step) const;
-    // Rank 0, when all files of all ranks are there.
+    // Rank 0 calls it when the files of all ranks are there.
     void commit(int64_t step, const std::vector<FileRecord>& records);
 };
 
 // The checkpoint under --out to resume; "" to begin anew. Rank 0 chooses, so that all ranks take the same one. dry: the
-// run writes nothing.
+// run writes no file.
 std::string choose_checkpoint(const std::string& out, bool resume, bool dry, const World& world);
 
 #ifndef COMPILED_APART  // see lib/cpu/kernels.cpp
