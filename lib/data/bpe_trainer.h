@@ -209,7 +209,7 @@ inline void train_vocabulary(TokenizeOptions options) {
     size_t documents = 0;
     const TokenizeCounts read = encode_files("vocabulary", options, inputs, separator, counter.encoding(),
                                              [&](const TokenBlock& block) { documents += block.documents.size(); });
-    if (options.report) warn_of_oddities(options, inputs, read);
+    if (options.prints_summary) warn_of_oddities(options, inputs, read);
     require_text(options, inputs, documents);
 
     const Progress progress("merging words");
@@ -223,7 +223,7 @@ inline void train_vocabulary(TokenizeOptions options) {
     std::vector<std::string> tokens = bpe.tokens;
     tokens.push_back(END_OF_TEXT);
     write_vocabulary(options.out, tokens, bpe.merged);
-    if (!options.report) return;
+    if (!options.prints_summary) return;
     const size_t size = bpe.tokens.size() + 1;
     if (size < size_t(options.size))
         complain(

@@ -47,7 +47,7 @@ struct TokenizeOptions : TokenizeConfig {
     uint64_t seed = 1337;            // --seed
     int threads = 1;                 // --threads
     size_t block_bytes = 1 << 20;    // read and encoded at a time; only tests change this and the next
-    bool report = true;              // print the summary
+    bool prints_summary = true;      // and warnings of oddities
 };
 
 // The separator that --split-documents stands for. It must be UTF-8, so that it never cuts a character.
@@ -724,14 +724,14 @@ inline void tokenize_files(const TokenizeOptions& options) {
     const TokenizeCounts counts = encode_files("tokenize", options, inputs, separator, tokenizer,
                                                [&](const TokenBlock& block) { spool.write(block); });
     const size_t documents = spool.documents.size();
-    if (options.report) warn_of_oddities(options, inputs, counts);
+    if (options.prints_summary) warn_of_oddities(options, inputs, counts);
     require_text(options, inputs, documents);
 
     const std::vector<ValidationRange> ranges = validation_ranges(
         spool.tokens, spool.documents, spool.order(options.val_documents, options.seed), options.val_fraction);
     spool.deal(ranges, tokenizer.end_of_text, train, val);
 
-    if (!options.report) return;
+    if (!options.prints_summary) return;
     std::printf("tokenize: %s; %s\n", counted(options.threads, "thread").c_str(),
                 printable(tokenizer.describe()).c_str());
     print_tokenized(options, inputs, counts, documents, ranges, train, val);

@@ -16,7 +16,7 @@ struct TokenizeFixture {
         options.out = folder.file("shards/x");
         options.threads = 2;
         options.val_documents = "last";
-        options.report = false;
+        options.prints_summary = false;
     }
     std::string input(const std::string& name, const std::string& text) {
         write_file(folder.file(name), text);
