@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What the inner loops of the tensor-core kernels consist of on sm_80 and sm_90a, counted in the machine code:
-# instructions per mma (m16n8k16; a wgmma of 64 columns counts as the 8 that each of its warps would need), ldmatrix,
+# instructions per mma (m16n8k16; a wgmma counts as those that each of its warps would need: 8 for 64 columns), ldmatrix,
 # exponentials, branches. Every instruction of the loop counts, also those that most passes jump over, such as masks. A
 # loop with an integer division (some 20 instructions) or with a register in memory fails.
 #     dev/loop_report.sh [SOURCE]        default train_nsa.cu
@@ -47,9 +47,12 @@ for arch in sm_80 sm_90a; do
                 }
                 if (shorter) continue
                 split("", count)
-                for (i = first; i <= from[b]; i++) count[kind[i]]++
+                products = 0
+                for (i = first; i <= from[b]; i++) {
+                    count[kind[i]]++
+                    products += kind[i] == "HMMA" ? 1 : kind[i] == "HGMMA" ? columns[i] / 8 : 0
+                }
                 bad = (count["divide"] ? " INTEGER DIVISION" : "") (count["local"] ? " LOCAL MEMORY" : "")
-                products = count["HMMA"] + 8 * count["HGMMA"]
                 printf "%s %s %-44s %4d instructions for %3d mma: %4.1f each; ",
                     bad ? "FAIL" : "ok  ", arch, name, from[b] - first + 1, products,
                     (from[b] - first + 1) / products
@@ -69,6 +72,7 @@ for arch in sm_80 sm_90a; do
             at = $1; gsub(/[\/*]/, "", at); sub(/^0+/, "", at)
             line = $0; sub(/^[^@A-Z]*/, "", line); sub(/ *;.*/, "", line); sub(/^@!?U?P[T0-9]+ /, "", line)
             place[at] = ++lines; op = line; sub(/[ .].*/, "", op)
+            if (match(line, /^HGMMA\.64x[0-9]+/)) columns[lines] = substr(line, 10, RLENGTH - 9)
             kind[lines] = line ~ /^I2F.*RP/ ? "divide" : line ~ /^MUFU.EX2/ ? "exp" : op ~ /^(LDL|STL)$/ ? "local" : op
             if (op == "BRA" && match(line, /0x[0-9a-f]+/)) {
                 to = substr(line, RSTART + 2, RLENGTH - 2); sub(/^0+/, "", to)
