@@ -1253,14 +1253,18 @@ __device__ inline void online_softmax(float (&p)[M][N][4], float (&sums)[M][D / 
         }
 }
 // The walk of a warpgroup, with three buffers. A turn starts the sums over a tile's values and the scores of the next
-// tile, then copies the one after; while the tensor cores work at them, another block's warps compute exponentials.
+// tile, then copies the one after; while the tensor cores work at them, other warps compute exponentials.
 template <Branch branch, int D>
 __device__ inline void attend_by_warpgroups(const QueryBlock<branch, D, false, WARPGROUP>& block, int tile,
                                             const unsigned (&q_rows)[1][D / 16][4], float (&sums)[1][D / 8][4],
                                             float (&shift)[1][2], float (&total)[1][2], const AttentionShape& s) {
     if (tile >= block.end_tile) return;
     constexpr int TILE_BYTES = KEY_TILE * D * sizeof(bf16);
-    const WgmmaTile k_tiles = wgmma_tile(block.keys.k_tiles), v_tiles = wgmma_tile(block.keys.v_tiles);
+    const WgmmaTile k_tiles = wgmma_rows<D>(block.keys.k_tiles), v_tiles = wgmma_rows<D>(block.keys.v_tiles);
+    const auto start_scores = [&](float(&p)[KEY_TILE / 8][4], WgmmaTile k_tile) {
+        if constexpr (q_in_registers<D>()) start_product<D>(p, q_rows[0], k_tile);
+        else start_product<D>(p, wgmma_rows<D>(block.q_tile + warpgroup_index() * WARPGROUP_ROWS * D), k_tile);
+    };
     float p[1][KEY_TILE / 8][4];
     unsigned rounded[KEY_TILE / 16][4];
     int next = next_tile<branch>(block.used, tile + 1, block.end_tile);
@@ -1269,7 +1273,7 @@ __device__ inline void attend_by_warpgroups(const QueryBlock<branch, D, false, W
     __syncthreads();  // the first tile has arrived
     if (next < block.end_tile) block.keys.copy(1, next, s);
     wgmma_fence();
-    start_product<D>(p[0], q_rows[0], k_tiles);
+    start_scores(p[0], k_tiles);
     wgmma_commit();
     TileView view = look_at_tile<branch, 1>(tile, block.first_end, block.ends, block.selection, s);
     wgmma_wait<0>(p[0]);
@@ -1287,7 +1291,7 @@ __device__ inline void attend_by_warpgroups(const QueryBlock<branch, D, false, W
         __syncthreads();  // the next tile has arrived, and all warps are done with the one before this
         if (next < block.end_tile) {
             wgmma_fence();
-            start_product<D>(p[0], q_rows[0], k_tiles + next_buffer * TILE_BYTES);
+            start_scores(p[0], k_tiles + next_buffer * TILE_BYTES);
             wgmma_commit();
         }
         if (after < block.end_tile) block.keys.copy(buffer_after, after, s);
@@ -1375,13 +1379,12 @@ template <Branch branch, int D>
 __device__ inline void add_keys_by_warpgroups(const QueryBlock<branch, D, true, WARPGROUP>& block, int tile,
                                               float (&sums)[1][D / 8][4], const float (&minus_shift)[1][2],
                                               const float (&dot)[1][2], const AttentionShape& s) {
-    // By a shuffle the compiler knows that it is the same for all lanes.
-    const int group = __shfl_sync(~0u, int(threadIdx.x) / WARPGROUP_THREADS, 0) * WARPGROUP_ROWS * D;
-    const WgmmaTile q_tile = wgmma_tile(block.q_tile + group), dout_tile = wgmma_tile(block.dout_tile + group);
+    const int group = warpgroup_index() * WARPGROUP_ROWS * D;
+    const WgmmaTile q_tile = wgmma_rows<D>(block.q_tile + group), dout_tile = wgmma_rows<D>(block.dout_tile + group);
     for (int buffer = 0; tile < block.end_tile; buffer ^= 1) {
         const int next = next_tile<branch>(block.used, tile + 1, block.end_tile);
-        const WgmmaTile k_tile = wgmma_tile(block.keys.k_tiles + buffer * KEY_TILE * D);
-        const WgmmaTile v_tile = wgmma_tile(block.keys.v_tiles + buffer * KEY_TILE * D);
+        const WgmmaTile k_tile = wgmma_rows<D>(block.keys.k_tiles + buffer * KEY_TILE * D);
+        const WgmmaTile v_tile = wgmma_rows<D>(block.keys.v_tiles + buffer * KEY_TILE * D);
         float p[1][KEY_TILE / 8][4], ds[1][KEY_TILE / 8][4];
         unsigned rounded[KEY_TILE / 16][4];
         const TileView view = look_at_tile<branch, 1>(tile, block.first_end, block.ends, block.selection, s);
@@ -1442,8 +1445,8 @@ __device__ inline void add_branch(float (&sums)[M][D / 8][4], const QueryBlock<b
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const auto r = block.row(m, i, s);
-            const float2 terms =
-                make_row_terms<D>(d, in, rows_before + size_t(r.row), r.row >= 0, block.dout_tile, r.place);
+            const float2 terms = make_row_terms<D, tile_columns<D, by>()>(d, in, rows_before + size_t(r.row),
+                                                                          r.row >= 0, block.dout_tile, r.place);
             minus_shift[m][i] = terms.x;
             dot[m][i] = terms.y;
         }
@@ -1557,28 +1560,27 @@ __global__ void __launch_bounds__(MOST_TILE_THREADS<D, true, WARPGROUP>, TILE_BL
 __device__ inline int first_part(int key_tile, const AttentionShape& s) {
     return max(first_query<CMP>(key_tile * KEY_TILE, s) - s.first, 0) / s.part_tokens;
 }
-// The tokens that may see a key of a tile, counted from s.first: first .. end-1, of one part in the compressed branch.
+// The tokens that may see one of KEYS keys, counted from s.first: first .. end-1, of one part in the compressed branch.
 struct TokenRange {
     int first, end;
 };
-template <Branch branch>
+template <Branch branch, int KEYS>
 __device__ inline TokenRange tokens_of_tile(int first_key, int part, const AttentionShape& s) {
     const int first = max(first_query<branch>(first_key, s) - s.first, branch == CMP ? part * s.part_tokens : 0);
-    const int end = min(s.queries, branch == WIN   ? first_key + KEY_TILE - 1 + s.window - s.first
+    const int end = min(s.queries, branch == WIN   ? first_key + KEYS - 1 + s.window - s.first
                                    : branch == CMP ? (part + 1) * s.part_tokens
                                                    : s.queries);
     return {max(first, 0), end};
 }
 
-// Where a part's sums for its tile of keys go. item: tile * parts + part
+// Where a part's sums for a tile of keys go.
 template <int D>
-__device__ inline float* sums_of_part(float* partial, int bg, int item, const AttentionShape& s) {
-    const size_t tile = size_t(bg) * key_tiles(s) + item / s.parts;
-    return partial + (tile * s.parts + item % s.parts) * 2 * KEY_TILE * D;
+__device__ inline float* sums_of_part(float* partial, int bg, int tile, int part, const AttentionShape& s) {
+    return partial + ((size_t(bg) * key_tiles(s) + tile) * s.parts + part) * 2 * KEY_TILE * D;
 }
 
 // dk [keys] = dS^T q / sqrt(D), dv [keys] = P'^T dout.  One block per dkdv_keys(), which stay in registers, 32 in each
-// warp (D = 128: 16), or for a warpgroup in shared memory. partial [B*G, tiles of keys, parts, 2, KEY_TILE, D], where
+// warp (D = 128: 16), or for warpgroups in shared memory. partial [B*G, tiles of keys, parts, 2, KEY_TILE, D], where
 // there is more than one part. Single arguments in place of two structs: those cost registers that sm_100 and sm_120 do
 // not have.
 template <Branch branch, int D, Multiplier by>
@@ -1586,6 +1588,7 @@ __device__ inline void compute_dkdv(bf16* dk, bf16* dv, float* partial, const bf
                                     const bf16* v, const float* row_dot, const float* lse_gated,
                                     const uint32_t* selection, const AttentionShape& s) {
     constexpr int KEYS = dkdv_keys<branch, D, by>(), THREADS = dkdv_threads<D, KEYS, by>();
+    constexpr int COLUMNS = tile_columns<D, by>();
     // Early keys are seen by more queries and start first.
     const int parts = branch == CMP ? s.parts : 1, part = branch == CMP ? int(blockIdx.x) / s.batch_groups % parts : 0;
     const int tile = int(blockIdx.x) / s.batch_groups / parts * (KEYS / KEY_TILE);
@@ -1612,9 +1615,9 @@ __device__ inline void compute_dkdv(bf16* dk, bf16* dv, float* partial, const bf
     auto fetch = [&](int buffer, int token_tile, int head) {
         const int j0 = token_tile * KEY_TILE, to = buffer * KEY_TILE * D;
         const int q_row = first_token * s.heads + head * s.queries;
-        copy_tile<D, THREADS>(buffers.q_tiles + to, q + size_t(q_row + j0) * D, D, s.queries - j0);
-        copy_tile<D, THREADS>(buffers.dout_tiles + to, dout + size_t(dout_row + j0 * s.H + head) * D, size_t(s.H) * D,
-                              s.queries - j0);
+        copy_tile<D, THREADS, COLUMNS>(buffers.q_tiles + to, q + size_t(q_row + j0) * D, D, s.queries - j0);
+        copy_tile<D, THREADS, COLUMNS>(buffers.dout_tiles + to, dout + size_t(dout_row + j0 * s.H + head) * D,
+                                       size_t(s.H) * D, s.queries - j0);
         cp_async_commit();
         const int j = j0 + buffers.rows.own_row();
         buffers.rows.load(j < s.queries, q_row + j, lse_gated, row_dot);
@@ -1623,7 +1626,7 @@ __device__ inline void compute_dkdv(bf16* dk, bf16* dv, float* partial, const bf
             buffers.rows.choose(selection + size_t(first_token + j) * s.words, same_tile, s);
         }
     };
-    const TokenRange tokens = tokens_of_tile<branch>(first_key, part, s);
+    const TokenRange tokens = tokens_of_tile<branch, KEYS>(first_key, part, s);
     const int end_tile = (tokens.end + KEY_TILE - 1) / KEY_TILE;
     for_token_tiles<decltype(keys)>(
         next_tile<branch>(used, tokens.first / KEY_TILE, end_tile), end_tile, s.heads,
@@ -1642,15 +1645,19 @@ __device__ inline void compute_dkdv(bf16* dk, bf16* dv, float* partial, const bf
         });
     const int index = int(block_index_again());
     const int same_bg = index % s.batch_groups;
-    const int item = index / s.batch_groups;
-    const bool in_parts = branch == CMP && s.parts > 1;
-    keys.store(dk, dv, in_parts ? sums_of_part<D>(partial, same_bg, item, s) : nullptr, same_bg, s);
+    float* sums = nullptr;
+    if constexpr (branch == CMP)
+        if (s.parts > 1) {
+            const int item = index / s.batch_groups;
+            const int own_tile = item / s.parts * (KEYS / KEY_TILE) + keys.group_key() / KEY_TILE;
+            sums = sums_of_part<D>(partial, same_bg, own_tile, item % s.parts, s);
+        }
+    keys.store(dk, dv, sums, same_bg, s);
 }
 // Of 16 keys and 64 rows,
 //     mma 205 / 410, ldmatrix 192 / 640, exponentials 64 / 64, instructions 129 / 223, L2 174 (selected 87) / 347
 template <Branch branch, int D>
-__global__ void __launch_bounds__(dkdv_threads<D, dkdv_keys<branch, D>()>(),
-                                  256 / dkdv_threads<D, dkdv_keys<branch, D>()>())
+__global__ void __launch_bounds__(dkdv_threads<D, dkdv_keys<branch, D>()>(), dkdv_blocks<D, dkdv_keys<branch, D>()>())
     attention_dkdv_kernel(bf16* dk, bf16* dv, float* partial, const bf16* dout, const bf16* q, const bf16* k,
                           const bf16* v, const float* row_dot, const float* lse_gated, const uint32_t* selection,
                           AttentionShape s) {
@@ -1658,7 +1665,8 @@ __global__ void __launch_bounds__(dkdv_threads<D, dkdv_keys<branch, D>()>(),
     compute_dkdv<branch, D, WARP>(dk, dv, partial, dout, q, k, v, row_dot, lse_gated, selection, s);
 }
 template <Branch branch, int D>
-__global__ void __launch_bounds__(WARPGROUP_THREADS, 3)
+__global__ void __launch_bounds__(dkdv_threads<D, dkdv_keys<branch, D, WARPGROUP>(), WARPGROUP>(),
+                                  dkdv_blocks<D, dkdv_keys<branch, D, WARPGROUP>(), WARPGROUP>())
     warpgroup_dkdv_kernel(bf16* dk, bf16* dv, float* partial, const bf16* dout, const bf16* q, const bf16* k,
                           const bf16* v, const float* row_dot, const float* lse_gated, const uint32_t* selection,
                           AttentionShape s) {
@@ -1898,7 +1906,6 @@ template <Branch branch, int D>
 inline void launch_attention_forward(bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v,
                                      const uint32_t* selection, const NsaShape& s, AttentionPath asked,
                                      AttentionWorkspace workspace, cudaStream_t stream) {
-    const AttentionShape a = attention_shape(branch, s, 0, query_rows_of_device(D, false));
     const SelectedChoice* choice = nullptr;
     if constexpr (branch == SLC) {
         const SelectedKernel kernel = resolve_selected<D>(asked, s, false);
@@ -1910,6 +1917,7 @@ inline void launch_attention_forward(bf16* out, float* lse, const bf16* q, const
     with_multiplier<D>(asked.warpgroups, [&](auto multiplier) {
         constexpr Multiplier by = decltype(multiplier)::value;
         using Rows = QueryRows<D, false, by>;
+        const AttentionShape a = attention_shape(branch, s, 0, query_rows_of_device(D, false, by));
         const unsigned blocks = unsigned(a.tiles * a.batch_groups);
         const size_t bytes = Rows::bytes(a, branch == SLC);
         if constexpr (by == WARPGROUP)
@@ -1964,10 +1972,12 @@ inline void launch_attention_backward(const LayerGradients<bf16, float>& d, cons
         launch_gather_dq<D>(gathered, d, in, s, options.choice, stream);
         options.gathered = gathered;
     }
-    const AttentionShape a = attention_shape(WIN, s, 0), cmp = attention_shape(CMP, s, 0);  // SLC's is WIN's
     with_multiplier<D>(asked.warpgroups, [&](auto multiplier) {
         constexpr Multiplier by = decltype(multiplier)::value;
         using Rows = QueryRows<D, true, by>;
+        const int rows = query_rows_of_device(D, true, by);
+        const AttentionShape a = attention_shape(WIN, s, 0, rows);  // SLC's too
+        const AttentionShape cmp = attention_shape(CMP, s, 0, rows);
         const unsigned blocks = unsigned(a.tiles * a.batch_groups);
         const size_t bytes = Rows::bytes(a, selects);
         if constexpr (by == WARPGROUP)

@@ -4,7 +4,8 @@
 #     mutant: NAME
 #     tests: WORD... --only TEST
 # The words are headers of dev/test, which become a program of their own, so that it compiles in seconds; those of cuda/
-# run in the emulator, for heads of 64 alone. The word train_nsa: the tests start ./train_nsa, which is built too.
+# run in the emulator, for heads of 64 alone, or with the word 128 for heads of 128. The word train_nsa: the tests start
+# ./train_nsa, which is built too.
 #     dev/test/mutants.sh [NAME...]         those, or all
 #     dev/test/mutants.sh --sample 5        five, drawn at random
 # The tree is copied, and what is named must pass there first without a fault. A fault that does not compile counts as
@@ -26,8 +27,8 @@ names=("${names[@]%.patch}")
 mkdir "$work/tree" "$work/sound"
 git ls-files -z | tar --null --files-from=- --create --ignore-failed-read 2>"$work/log" | tar --extract -C "$work/tree"
 cd "$work/tree" || exit 1
-# Kernels for heads of 64 alone compile in a fourth of the time.
-sed -i 's/^    constexpr unsigned all = ATTENTION_KERNELS.TENSOR_CORES_KERNEL..head_dimensions/& \& 64/' \
+# Kernels for heads of one dimension alone compile in a fourth of the time.
+sed -i 's/^    constexpr unsigned all = ATTENTION_KERNELS.TENSOR_CORES_KERNEL..head_dimensions/& \& TESTED_HEADS/' \
     lib/cuda/attention_tiles.cuh
 passed=0 failed=0
 good() { passed=$((passed + 1)); printf 'ok   %s\n' "$*"; }
@@ -42,6 +43,7 @@ build_tests() { # WORDS PROGRAM
     case $1 in
     *cuda/*)
         flags+=(-O1 -Idev/emulator -DUSE_CUDA -DUSE_NCCL -fstack-clash-protection)
+        case $1 in *' 128 --only'*) flags+=(-DTESTED_HEADS=128) ;; *) flags+=(-DTESTED_HEADS=64) ;; esac
         start='emu::machine.rough = true;'
         ;;
     *) flags+=(-O0 -fopenmp -DBUILD_FOLDER=build) ;;

@@ -531,7 +531,7 @@ __device__ inline int tile_of_item(const GatherPlan& plan, const int* extra, int
 template <int D, Multiplier by>
 __device__ inline void compute_gathered_dkdv(const BackwardArrays<bf16, float>& d, const InputArrays<bf16>& in,
                                              const GatherPlan& plan, const AttentionShape& s) {
-    constexpr int THREADS = dkdv_threads<D, KEY_TILE, by>();
+    constexpr int THREADS = dkdv_threads<D, KEY_TILE, by>(), COLUMNS = tile_columns<D, by>();
     const int bg = int(blockIdx.x) % s.batch_groups, item = int(blockIdx.x) / s.batch_groups;
     const int* extra = plan.extra + size_t(bg) * (plan.tiles + 1);
     const int tile = tile_of_item(plan, extra, item);
@@ -562,7 +562,7 @@ __device__ inline void compute_gathered_dkdv(const BackwardArrays<bf16, float>& 
 #pragma unroll
         for (int done = 0; done < KEY_TILE; done += THREADS / (D / 8)) {  // as in copy_tile
             const int j = list[first + done + first_row];
-            const int at = buffer * KEY_TILE * D + chunk_at<D>(first_row, chunk) + done * D;
+            const int at = buffer * KEY_TILE * D + chunk_at<D, COLUMNS>(first_row, chunk) + done * COLUMNS;
             cp_async_16(buffers.q_tiles + at, q_head + size_t(max(j, 0)) * D + chunk * 8, j >= 0);
             cp_async_16(buffers.dout_tiles + at, dout_head + size_t(max(j, 0)) * s.H * D + chunk * 8, j >= 0);
         }
@@ -592,13 +592,13 @@ __device__ inline void compute_gathered_dkdv(const BackwardArrays<bf16, float>& 
 }
 //     mma 205 / 410, ldmatrix 192 / 640, exponentials 64 / 64, instructions 125 / 220, L2 174 / 347
 template <int D>
-__global__ void __launch_bounds__(dkdv_threads<D, KEY_TILE>(), D > 64 ? 2 : 4)
+__global__ void __launch_bounds__(dkdv_threads<D, KEY_TILE>(), dkdv_blocks<D, KEY_TILE>())
     gather_dkdv_kernel(BackwardArrays<bf16, float> d, InputArrays<bf16> in, GatherPlan plan, AttentionShape s) {
     wait_for_earlier_kernels();
     compute_gathered_dkdv<D, WARP>(d, in, plan, s);
 }
 template <int D>
-__global__ void __launch_bounds__(WARPGROUP_THREADS, 3)
+__global__ void __launch_bounds__(WARPGROUP_THREADS, dkdv_blocks<D, KEY_TILE, WARPGROUP>())
     warpgroup_gather_dkdv_kernel(BackwardArrays<bf16, float> d, InputArrays<bf16> in, GatherPlan plan,
                                  AttentionShape s) {
     wait_for_earlier_kernels();

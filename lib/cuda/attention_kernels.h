@@ -29,7 +29,7 @@ constexpr unsigned EVERY_BRANCH = (1u << BRANCHES) - 1, TILED = 16 + 32 + 64 + 1
 constexpr AttentionKernel ATTENTION_KERNELS[] = {
     {"gathered_rows", 80, false, false, TILED, 1u << SLC, SelectedKernel::GATHER, "gathered rows",
      "gather_forward_kernel"},
-    {"warpgroups", 90, true, false, 64, EVERY_BRANCH, SelectedKernel::TILES, "masked tiles on warpgroups",
+    {"warpgroups", 90, true, false, 64 + 128, EVERY_BRANCH, SelectedKernel::TILES, "masked tiles on warpgroups",
      "warpgroup_forward_kernel"},
     {"tensor_cores", 80, false, false, TILED, EVERY_BRANCH, SelectedKernel::TILES, "masked tiles",
      "attention_forward_kernel"},

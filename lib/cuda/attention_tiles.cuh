@@ -25,16 +25,24 @@ constexpr int MOST_TILE_TOKENS = 64;  // with more tokens the union of a tile's 
 inline Generation generation_of_device() {
     return generation_of(properties_of_device().major * 10 + properties_of_device().minor);
 }
-// Rows of a tile of queries.
-HOST_DEVICE constexpr int query_rows_of(const Generation& g, int D, bool backward) {
+// Who multiplies: each warp its own rows by mma.sync, or the four warps of a warpgroup 64 rows together by wgmma, which
+// code for sm_90a has, here for heads of 64 and 128.
+enum Multiplier { WARP, WARPGROUP };
+constexpr int WARPGROUP_ROWS = 64, WARPGROUP_THREADS = 128;
+// Rows of a tile of queries. At D = 64 two warpgroups share a block, and two blocks a multiprocessor. At D = 128 three
+// share a block, the only one, so that tiles of keys are copied once for all of them.
+HOST_DEVICE constexpr int query_rows_of(const Generation& g, int D, bool backward, Multiplier by = WARP) {
+    if (by == WARPGROUP) return (D <= 64 ? 2 : 3) * WARPGROUP_ROWS;
     return D <= 64 ? g.query_rows : backward ? g.dq_rows_128 : g.forward_rows_128;
 }
-constexpr int max_query_rows(int D, bool backward) {
+constexpr int max_query_rows(int D, bool backward, Multiplier by) {
     int most = 0;
-    for (const Generation& g : GENERATIONS) most = std::max(most, query_rows_of(g, D, backward));
+    for (const Generation& g : GENERATIONS) most = std::max(most, query_rows_of(g, D, backward, by));
     return most;
 }
-inline int query_rows_of_device(int D, bool backward) { return query_rows_of(generation_of_device(), D, backward); }
+inline int query_rows_of_device(int D, bool backward, Multiplier by = WARP) {
+    return query_rows_of(generation_of_device(), D, backward, by);
+}
 #ifdef __CUDA_ARCH__
 constexpr Generation COMPILED_GENERATION = generation_of(__CUDA_ARCH__ / 10);
 #elif defined(EMULATED_CAPABILITY)
@@ -43,17 +51,19 @@ constexpr Generation COMPILED_GENERATION = generation_of(EMULATED_CAPABILITY);
 constexpr Generation COMPILED_GENERATION = GENERATIONS[0];
 #endif
 
-// Who multiplies: each warp its own rows by mma.sync, or the four warps of a warpgroup 64 rows together by wgmma, which
-// code for sm_90a has, here for heads of 64.
-enum Multiplier { WARP, WARPGROUP };
-constexpr int WARPGROUP_ROWS = 64, WARPGROUP_THREADS = 128;
-
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 constexpr bool COMPILED_FOR_WGMMA = true;
 #else
 constexpr bool COMPILED_FOR_WGMMA = false;
 #endif
 
+// This thread's warpgroup in the block. By a shuffle the compiler knows that it is the same for all lanes.
+__device__ inline int warpgroup_index() { return __shfl_sync(~0u, int(threadIdx.x) / WARPGROUP_THREADS, 0); }
+// Columns of the pieces in which tiles lie in shared memory, see chunk_at: wgmma reads rows of 64.
+template <int D, Multiplier by>
+HOST_DEVICE constexpr int tile_columns() {
+    return by == WARPGROUP && D > 64 ? 64 : D;
+}
 // 16-row pieces of a query tile in one warp. Two share each piece of K and V that is loaded, as long as registers
 // suffice. Queries (and dout) stay in registers, but for the forward pass at D = 128, where sums and scores take 192.
 // Eight warps of 255 registers fill a multiprocessor. A warpgroup reads K and V once for its four warps.
@@ -76,7 +86,7 @@ HOST_DEVICE constexpr int tile_threads(int query_rows) {
 }
 // For __launch_bounds__, on any generation: the threads, and how many blocks share a multiprocessor.
 template <int D, bool BACKWARD, Multiplier by = WARP>
-constexpr int MOST_TILE_THREADS = tile_threads<D, BACKWARD, by>(max_query_rows(D, BACKWARD));
+constexpr int MOST_TILE_THREADS = tile_threads<D, BACKWARD, by>(max_query_rows(D, BACKWARD, by));
 template <int D, bool BACKWARD, Multiplier by = WARP>
 constexpr int TILE_BLOCKS = (by == WARPGROUP ? 512 : 256) / MOST_TILE_THREADS<D, BACKWARD, by>;
 
@@ -341,13 +351,13 @@ __device__ inline size_t dout_offset(const QueryTile& tile, const AttentionShape
     return ((size_t(tile.bg / s.G) * s.queries + tile.j0) * s.H + size_t(tile.bg % s.G) * s.heads) * D;
 }
 // to = the rows of a tile of queries, from heads and tokens that are head_stride and token_stride elements apart
-template <int D>
+template <int D, int COLUMNS = D>
 __device__ inline void copy_queries(bf16* to, const bf16* in, size_t head_stride, size_t token_stride, int rows,
                                     const QueryTile& tile, const AttentionShape& s) {
     for (int i = threadIdx.x; i < rows * (D / 8); i += blockDim.x) {
         const int row = i / (D / 8), chunk = i % (D / 8);
         const RowOfTile r = row_of_tile(tile, row, s);
-        cp_async_16(to + chunk_at<D>(row, chunk),
+        cp_async_16(to + chunk_at<D, COLUMNS>(row, chunk),
                     r.query ? in + r.head * head_stride + r.token * token_stride + chunk * 8 : in, r.query);
     }
 }
@@ -461,16 +471,17 @@ struct KeyBuffers {
     // Starts to copy a tile of keys and one of values, as one group of copies.
     __device__ void copy(int buffer, int key_tile, const AttentionShape& s) const {
         // Most blocks have this size, which gives a whole tile fixed distances.
-        constexpr int THREADS = tile_threads<D, BACKWARD, by>(query_rows_of(COMPILED_GENERATION, D, BACKWARD));
+        constexpr int THREADS = tile_threads<D, BACKWARD, by>(query_rows_of(COMPILED_GENERATION, D, BACKWARD, by));
+        constexpr int COLUMNS = tile_columns<D, by>();
         const int valid = s.keys - key_tile * KEY_TILE, chunk = threadIdx.x % (D / 8);
         const size_t from = size_t(group_row + key_tile * KEY_TILE) * D;
         if (blockDim.x == THREADS && valid >= KEY_TILE) {
-            copy_tile<D, THREADS>(k_tiles + buffer * KEY_TILE * D, k + from, D, KEY_TILE);
-            copy_tile<D, THREADS>(v_tiles + buffer * KEY_TILE * D, v + from, D, KEY_TILE);
+            copy_tile<D, THREADS, COLUMNS>(k_tiles + buffer * KEY_TILE * D, k + from, D, KEY_TILE);
+            copy_tile<D, THREADS, COLUMNS>(v_tiles + buffer * KEY_TILE * D, v + from, D, KEY_TILE);
             return cp_async_commit();
         }
         for (int row = threadIdx.x / (D / 8); row < KEY_TILE; row += blockDim.x / (D / 8)) {
-            const int to = buffer * KEY_TILE * D + chunk_at<D>(row, chunk);
+            const int to = buffer * KEY_TILE * D + chunk_at<D, COLUMNS>(row, chunk);
             const size_t at = from + (row < valid ? row * D + chunk * 8 : 0);
             cp_async_16(k_tiles + to, k + at, row < valid);
             cp_async_16(v_tiles + to, v + at, row < valid);
@@ -498,7 +509,7 @@ __device__ inline void for_key_tiles(const KeyBuffers<D, BACKWARD>& keys, const 
 template <int D, bool BACKWARD, Multiplier by = WARP>
 struct QueryRows {
     static constexpr int M = row_pieces<D, BACKWARD, by>();
-    static constexpr int BUFFERS = key_buffers<BACKWARD, by>();
+    static constexpr int BUFFERS = key_buffers<BACKWARD, by>(), COLUMNS = tile_columns<D, by>();
     QueryTile tile;
     int first_row;  // of the warp
     bf16 *k_tiles, *v_tiles, *q_tile, *dout_tile;
@@ -514,7 +525,7 @@ struct QueryRows {
         k_tiles = shared.take<bf16>(BUFFERS * KEY_TILE * D);
         v_tiles = shared.take<bf16>(BUFFERS * KEY_TILE * D);
         const int tile_rows =  // a constant where it is in an address of the walk
-            by == WARPGROUP ? query_rows_of(COMPILED_GENERATION, D, BACKWARD) : s.query_rows;
+            by == WARPGROUP ? query_rows_of(COMPILED_GENERATION, D, BACKWARD, by) : s.query_rows;
         q_tile = shared.take<bf16>(tile_rows * D);
         dout_tile = nullptr;
         if constexpr (BACKWARD) dout_tile = shared.take<bf16>(tile_rows * D);
@@ -522,9 +533,9 @@ struct QueryRows {
         if (selects)  // first, since its loads have nothing to do meanwhile but to wait
             find_used_key_tiles(used, all_selections + (size_t(tile.bg) * s.queries + tile.j0) * s.words, tile.tokens,
                                 end_of_key_tiles<SLC>(tile, s), s);
-        copy_queries<D>(q_tile, q + q_offset<D>(tile, s), size_t(s.queries) * D, D, rows, tile, s);
+        copy_queries<D, COLUMNS>(q_tile, q + q_offset<D>(tile, s), size_t(s.queries) * D, D, rows, tile, s);
         if constexpr (BACKWARD)
-            copy_queries<D>(dout_tile, dout + dout_offset<D>(tile, s), D, size_t(s.H) * D, rows, tile, s);
+            copy_queries<D, COLUMNS>(dout_tile, dout + dout_offset<D>(tile, s), D, size_t(s.H) * D, rows, tile, s);
         cp_async_commit();
         if (selects) __syncthreads();
     }
@@ -618,13 +629,13 @@ struct QueryBlock : QueryRows<D, BACKWARD, by> {
 // Makes row_dot, lse_gated and dgate of row `at` of [branches, B, H, queries], if it `exists`, as
 // Cpu::attention_backward_rows does; returns -lse_gated in base 2, and row_dot. The row's dout is in a row of the tile.
 // Four neighbouring lanes have a row, and one of them stores.
-template <int D>
+template <int D, int COLUMNS = D>
 __device__ inline float2 make_row_terms(const LayerGradients<bf16, float>& d, const LayerInputs<bf16, float>& in,
                                         size_t at, bool exists, const bf16* dout_tile, int row) {
     float dot = 0;
     for (int chunk = threadIdx.x % 4; chunk < D / 8 && exists; chunk += 4) {
         float a[8], b[8];
-        kernels::load(a, dout_tile + chunk_at<D>(row, chunk));
+        kernels::load(a, dout_tile + chunk_at<D, COLUMNS>(row, chunk));
         kernels::load(b, in.o + at * D + chunk * 8);
 #pragma unroll
         for (int k = 0; k < 8; k++) dot += a[k] * b[k];
@@ -651,14 +662,23 @@ HOST_DEVICE constexpr int key_pieces() {
 }
 // Keys of a block. Twice as many read q and dout half as often, which pays where the same tokens see them. A window's
 // keys and compressed ones are seen at different times, so that warps would wait for one another; and at D = 128 GPUs
-// with 99 KB of shared memory have no room for them. A warpgroup has 64, and three of them share a multiprocessor.
+// with 99 KB of shared memory have no room for them. A warpgroup has 64. At D = 64 it has a block of its own, and three
+// share a multiprocessor. At D = 128 there is room for two, and they share a block: at the rate of wgmma L2 could not
+// give q and dout to each of them.
 template <Branch branch, int D, Multiplier by = WARP>
 HOST_DEVICE constexpr int dkdv_keys() {
-    return branch == SLC && D <= 64 && by == WARP ? 2 * KEY_TILE : KEY_TILE;
+    const bool twice = by == WARPGROUP ? D > 64 : branch == SLC && D <= 64;
+    return twice ? 2 * KEY_TILE : KEY_TILE;
 }
 template <int D, int KEYS, Multiplier by = WARP>
 HOST_DEVICE constexpr int dkdv_threads() {
     return KEYS / 16 / key_pieces<D, by>() * 32;
+}
+// How many blocks share a multiprocessor, for __launch_bounds__: threads have 255 registers, but at D = 64 those of
+// warpgroups 168.
+template <int D, int KEYS, Multiplier by = WARP>
+HOST_DEVICE constexpr int dkdv_blocks() {
+    return (by == WARPGROUP && D <= 64 ? 384 : 256) / dkdv_threads<D, KEYS, by>();
 }
 // Selection blocks of so many keys, at most.
 HOST_DEVICE constexpr int sub_blocks(Branch branch, int keys) { return branch == SLC ? keys / 16 : 1; }
@@ -673,11 +693,12 @@ HOST_DEVICE constexpr bool keeps_v() {
 template <Branch branch, int D, int KEYS, Multiplier by = WARP>
 struct RowStatistics {
     static constexpr int BLOCKS = sub_blocks(branch, KEYS);
-    static constexpr int OWN = 2 * KEY_TILE / dkdv_threads<D, KEYS, by>();  // numbers of a thread
+    static constexpr int THREADS = dkdv_threads<D, KEYS, by>();
+    static constexpr int OWN = THREADS == KEY_TILE ? 2 : 1;  // numbers of a thread
     float* minus_shift;  // [2, BLOCKS, KEY_TILE]: -lse_gated in base 2, or -infinity
     float* dot;          // [2, KEY_TILE]: row_dot
     // Of this thread's row, on the way into shared memory: the first KEY_TILE threads have the row's shift, the next
-    // its dot, and where there are no more threads, the first have both.
+    // its dot, and where there are no more threads, the first have both. Threads behind those have none.
     float own[OWN] = {};
     // The selection blocks that its token chose, from this bit on; kept while the heads go by. Whatever is loaded is
     // first looked at in store(), after the products.
@@ -686,8 +707,10 @@ struct RowStatistics {
 
     __device__ static int own_row() { return threadIdx.x % KEY_TILE; }
     __device__ static bool is_dot(int n) { return OWN == 1 ? threadIdx.x >= KEY_TILE : n == 1; }
+    __device__ static bool has_none() { return THREADS > 2 * KEY_TILE && threadIdx.x >= 2 * KEY_TILE; }
     // row: of [B, H, queries], if it is a query
     __device__ void load(bool query, int row, const float* lse_gated, const float* row_dot) {
+        if (has_none()) return;
 #pragma unroll
         for (int n = 0; n < OWN; n++)
             if (is_dot(n)) own[n] = query ? row_dot[row] : 0;
@@ -695,7 +718,7 @@ struct RowStatistics {
     }
     // selected: the bitmask of the row's token; key_tile: the first of the block's
     __device__ void choose(const uint32_t* selected, int key_tile, const AttentionShape& s) {
-        if constexpr (by == WARPGROUP) {
+        if constexpr (by == WARPGROUP && KEYS == KEY_TILE) {
             const TileBlocks blocks = tile_blocks(key_tile, s);
             chosen = selected[blocks.word];
             bit = blocks.bit;
@@ -704,6 +727,7 @@ struct RowStatistics {
         }
     }
     __device__ void store(int buffer, const AttentionShape& s) const {
+        if (has_none()) return;
         if (is_dot(OWN - 1)) dot[buffer * KEY_TILE + own_row()] = own[OWN - 1];
         if (is_dot(0)) return;
         const float shift = -own[0] * LOG2_E;
@@ -717,7 +741,7 @@ struct RowStatistics {
 // keys pass through these buffers on their way into registers.
 template <Branch branch, int D, int KEYS, Multiplier by = WARP>
 struct TokenBuffers {
-    static constexpr int THREADS = dkdv_threads<D, KEYS, by>();
+    static constexpr int THREADS = dkdv_threads<D, KEYS, by>(), COLUMNS = tile_columns<D, by>();
     static constexpr bool KEEPS_K = by == WARPGROUP, KEEPS_V = keeps_v<D>();
     bf16 *q_tiles, *dout_tiles, *k_tile, *v_tile;
     RowStatistics<branch, D, KEYS, by> rows;
@@ -742,8 +766,8 @@ struct TokenBuffers {
         const size_t group = size_t(bg * s.key_stride + first_key) * D;
 #pragma unroll
         for (int i = 0; i < KEYS; i += KEY_TILE) {
-            copy_tile<D, THREADS>(k_tile + i * D, k + group + i * D, D, s.keys - first_key - i);
-            copy_tile<D, THREADS>(v_tile + i * D, v + group + i * D, D, s.keys - first_key - i);
+            copy_tile<D, THREADS, COLUMNS>(k_tile + i * D, k + group + i * D, D, s.keys - first_key - i);
+            copy_tile<D, THREADS, COLUMNS>(v_tile + i * D, v + group + i * D, D, s.keys - first_key - i);
         }
         cp_async_commit();
     }
@@ -768,9 +792,11 @@ struct WarpKeys {
     // further.
     __device__ int warp_key() const { return threadIdx.x / 32 * 16 * M; }
     __device__ int lane_key() const { return warp_key() + threadIdx.x % 32 / 4; }
+    // The warpgroup's first key, counted from the tile's.
+    __device__ static int group_key() { return KEYS > WARPGROUP_ROWS ? warpgroup_index() * WARPGROUP_ROWS : 0; }
     // Those that decide together whether to multiply by a tile of tokens: the warp's, or the warpgroup's.
     static constexpr int TOGETHER = by == WARPGROUP ? WARPGROUP_ROWS : 16 * M;
-    __device__ int low_key() const { return first_key + (by == WARPGROUP ? 0 : warp_key()); }
+    __device__ int low_key() const { return first_key + (by == WARPGROUP ? group_key() : warp_key()); }
     // There must be a barrier between the arrival of the tiles and this call; after it their buffers are free.
     __device__ void load(const bf16* k_tile, const bf16* v, int first) {
         first_key = first;
@@ -820,8 +846,9 @@ struct WarpKeys {
     __device__ void add_tokens_by_warpgroup(const Buffers& buffers, int buffer, bool masked, Token token,
                                             Prefetch prefetch, const AttentionShape& s) {
         const int column = threadIdx.x % 4 * 2;
-        const WgmmaTile q_tile = wgmma_tile(buffers.q_tiles + buffer * KEY_TILE * D);
-        const WgmmaTile dout_tile = wgmma_tile(buffers.dout_tiles + buffer * KEY_TILE * D);
+        const int group = group_key() * D;
+        const WgmmaTile q_tile = wgmma_rows<D>(buffers.q_tiles + buffer * KEY_TILE * D);
+        const WgmmaTile dout_tile = wgmma_rows<D>(buffers.dout_tiles + buffer * KEY_TILE * D);
         const int sub_block = branch == SLC ? warp_key() >> s.slc_shift : 0;
         const float* dot = buffers.rows.dot + buffer * KEY_TILE + column;
         const float* minus_shift =
@@ -829,9 +856,9 @@ struct WarpKeys {
         float p[1][KEY_TILE / 8][4], ds[1][KEY_TILE / 8][4];
         unsigned rounded[KEY_TILE / 16][4];
         wgmma_fence();
-        start_product<D>(p[0], wgmma_tile(buffers.k_tile), q_tile);
+        start_product<D>(p[0], wgmma_rows<D>(buffers.k_tile + group), q_tile);
         wgmma_commit();
-        start_product<D>(ds[0], wgmma_tile(buffers.v_tile), dout_tile);
+        start_product<D>(ds[0], wgmma_rows<D>(buffers.v_tile + group), dout_tile);
         wgmma_commit();
         prefetch();
         wgmma_wait<1>(p[0]);
@@ -898,7 +925,7 @@ struct WarpKeys {
         }
     }
     // Stores the sums in rows first_key.. of dk and dv [B, G, key_stride, D], or, where given, unrounded in partial [2,
-    // KEY_TILE, D].
+    // KEY_TILE, D], which is that of the warp's tile.
     __device__ void store(bf16* dk_out, bf16* dv_out, float* partial, int bg, const AttentionShape& s) const {
 #pragma unroll
         for (int row = 0; row < 2 * M; row++) {
@@ -906,7 +933,7 @@ struct WarpKeys {
             const int key = lane_key() + row * 8;
             const bool exists = first_key + key < s.keys;
             if (partial) {
-                float* const to = partial + key * D + threadIdx.x % 4 * 2;
+                float* const to = partial + key % KEY_TILE * D + threadIdx.x % 4 * 2;
 #pragma unroll
                 for (int x = 0; x < D / 8 && exists; x++) {
                     *reinterpret_cast<float2*>(to + x * 8) =

@@ -3,7 +3,7 @@
 //
 // A tile is [rows, D] in chunks of 16 bytes. Chunk c of row r is stored at place c ^ (r % 8) of its row (rows shorter
 // than 128 bytes: the same within 128 bytes), so that the eight rows that ldmatrix reads at once are in different
-// banks.
+// banks. A tile may also lie in pieces of fewer COLUMNS than D, one behind the other, each of KEY_TILE rows.
 #pragma once
 #include "common.cuh"
 #include "vectors.cuh"
@@ -12,8 +12,12 @@ using bf16 = __nv_bfloat16;
 
 constexpr int KEY_TILE = 64;  // rows of a tile of keys, and of the tiles of tokens that dK and dV walk
 
-template <int D>
+template <int D, int COLUMNS = D>
 __device__ inline int chunk_at(int row, int chunk) {
+    if constexpr (COLUMNS < D) {
+        const int piece = row / KEY_TILE * (D / COLUMNS) + chunk / (COLUMNS / 8);
+        return piece * KEY_TILE * COLUMNS + chunk_at<COLUMNS>(row % KEY_TILE, chunk % (COLUMNS / 8));
+    }
     constexpr int chunks = D / 8;
     constexpr int rows_per_line = chunks < 8 ? 8 / chunks : 1;
     constexpr int swizzled = chunks < 8 ? chunks : 8;
@@ -22,20 +26,22 @@ __device__ inline int chunk_at(int row, int chunk) {
 
 // tile [KEY_TILE, D] = rows 0 .. valid-1 of in, which are `stride` elements apart; zeros below. Asynchronous. THREADS
 // is the block's size: as the compiler knows it, a thread's rows are at fixed distances in the tile.
-template <int D, int THREADS>
+template <int D, int THREADS, int COLUMNS = D>
 __device__ inline void copy_tile(bf16* tile, const bf16* in, size_t stride, int valid) {
     constexpr int step = THREADS / (D / 8);
-    static_assert(step % 8 == 0 && KEY_TILE % step == 0, "the chunks of a row change places by row % 8");
+    static_assert(step % 8 == 0, "the chunks of a row change places by row % 8");
     const int first = threadIdx.x / (D / 8), chunk = threadIdx.x % (D / 8);
     if (valid >= KEY_TILE) {
-        bf16* const first_chunk = tile + chunk_at<D>(first, chunk);
+        bf16* const first_chunk = tile + chunk_at<D, COLUMNS>(first, chunk);
         in += first * stride + chunk * 8;
 #pragma unroll
-        for (int done = 0; done < KEY_TILE; done += step, in += step * stride) cp_async_16(first_chunk + done * D, in);
+        for (int done = 0; done < KEY_TILE; done += step, in += step * stride)
+            if (done + step <= KEY_TILE || first < KEY_TILE - done) cp_async_16(first_chunk + done * COLUMNS, in);
     } else {
 #pragma unroll 1
         for (int row = first; row < KEY_TILE; row += step)
-            cp_async_16(tile + chunk_at<D>(row, chunk), row < valid ? in + row * stride + chunk * 8 : in, row < valid);
+            cp_async_16(tile + chunk_at<D, COLUMNS>(row, chunk), row < valid ? in + row * stride + chunk * 8 : in,
+                        row < valid);
     }
 }
 

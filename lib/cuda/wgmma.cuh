@@ -4,8 +4,9 @@
 // shared memory that it reads. All 128 threads call the same functions with the same tiles; a c or an a of the wrappers
 // is 16 rows of each warp in the fragments of m16n8k16, see tiles.cuh: c[n] are columns 8 n .. 8 n + 7.
 //
-// A tile is KEY_TILE rows of 64 bf16 in the order of chunk_at<64>, which is wgmma's 128-byte swizzle; K-major are
-// operands whose rows are rows of A or columns of B, MN-major those whose rows run along k.
+// A tile is KEY_TILE rows of 64 bf16 in the order of chunk_at<64>, which is wgmma's 128-byte swizzle; rows of 128 are
+// two tiles, the first 64 columns and behind them the others. K-major are operands whose rows are rows of A or columns
+// of B, MN-major those whose rows run along k.
 #pragma once
 #include "tiles.cuh"
 
@@ -120,20 +121,31 @@ __device__ inline void wgmma_add_columns(float (&c)[N][4], const unsigned (&a)[4
 // they become A fragments as above; a tile of 64 columns lies in shared memory as wgmma reads it. These functions only
 // start: the sums are there when wgmma_wait says so, and until then neither they nor what is multiplied may be touched.
 
+// From a tile of 64 columns to the next, of the same rows.
+constexpr int WGMMA_TILE_BYTES = KEY_TILE * 64 * sizeof(bf16);
+// The 64 rows of D columns that begin with this tile.
+template <int D>
+__device__ inline WgmmaTile wgmma_rows(const bf16* tile) {
+    return wgmma_tile(tile, D > 64 ? WGMMA_TILE_BYTES : 0);
+}
 // c (64 x 64) = A B^T over all D columns; A in shared memory, or this warp's rows of it in registers
 template <int D>
 __device__ inline void start_product(float (&c)[KEY_TILE / 8][4], WgmmaTile a, WgmmaTile b) {
     wgmma_first(c, a, b);
 #pragma unroll
-    for (int x = 16; x < D; x += 16) wgmma_add(c, a + x * 2, b + x * 2);
+    for (int x = 16; x < D; x += 16) {
+        const int to_column = x / 64 * WGMMA_TILE_BYTES + x % 64 * 2;
+        wgmma_add(c, a + to_column, b + to_column);
+    }
 }
 template <int D>
 __device__ inline void start_product(float (&c)[KEY_TILE / 8][4], const unsigned (&a)[D / 16][4], WgmmaTile b) {
+    static_assert(D <= 64, "one tile");
     wgmma_first(c, a[0], b);
 #pragma unroll
     for (int x = 16; x < D; x += 16) wgmma_add(c, a[x / 16], b + x * 2);
 }
-// c (64 x 64) += P B; P (64 x 64) rounded to bf16 by round_rows, B the 64 rows of a tile
+// c (64 x 8 N) += P B; P (64 x 64) rounded to bf16 by round_rows, B from wgmma_rows
 template <int N>
 __device__ inline void start_sum(float (&c)[N][4], const unsigned (&p)[KEY_TILE / 16][4], WgmmaTile b) {
 #pragma unroll

@@ -658,6 +658,37 @@ TEST(attention_kernels_large_logits) {
     // scores of standard deviation 18^2, the largest about +-1500
     check_setups("large logits", {{BY_ALL, compressed(shape(150, 3), 4, 1), 0.4, true, 18}});
 }
+// Heads of 128, whose tiles warpgroups keep in two halves: three of them share a tile of 64 tokens' queries, and two a
+// block of 128 keys, of which the second may lack all, some or none.
+TEST(attention_kernels_of_wide_heads) {
+    using namespace attention_tests;
+    std::vector<Setup> table = {{BY_ALL, compressed(shape(150, 3, 1, 128), 4, 1), 0.4, true, 18},  // large logits
+                                {BY_ALL, from(shape(150, 6, 2, 128), 100, 50)}};
+    for (const int T : {1, 64, 65, 193}) table.push_back({BY_TILES, shape(T, 3, 1, 128)});
+    for (const int window : {1, 64, 79, 125}) table.push_back({BY_WIN, windowed(shape(200, 3, 1, 128), window)});
+    check_setups("wide heads", table);
+}
+TEST(attention_kernels_selection_blocks_of_wide_heads) {
+    using namespace attention_tests;
+    std::vector<Setup> table;
+    for (const int block : {16, 32, 64, 128, 192}) {
+        const NsaShape s = blocks_of_tokens(shape(std::min(LONGEST, block > 64 ? 270 : 140), 3, 1, 128), block);
+        table.push_back({BY_SLC | GATHERED, s});
+        table.push_back({BY_SLC, s, 0.03});
+    }
+    check_setups("selection blocks, wide heads", table);
+}
+// Compressed keys in blocks of 128, and where there are more than 256 queries their sums in parts.
+TEST(attention_kernels_compression_of_wide_heads) {
+    using namespace attention_tests;
+    Worst worst;
+    for (const int T : {200, 330}) {
+        const NsaShape s = compressed(shape(T, 1, 1, 128), 1, 1);
+        CHECK_EQUAL(attention_shape(CMP, s, 0).parts, T > 256 ? 2 : 1);
+        if (T <= LONGEST) check_attention(s, CMP, &worst);
+    }
+    worst.print("compression, wide heads");
+}
 
 // ---- selection
 
@@ -842,17 +873,19 @@ TEST(attention_kernels_refuse) {
           names({90}, 48) == Names({"plain"}));
     const Names portable = {"gathered_rows", "tensor_cores", "plain"};
     CHECK(names({90, true}, 64) == Names({"gathered_rows", "warpgroups", "tensor_cores", "plain"}));
-    // Warpgroups: heads of 64, and code for sm_90a that runs on a GPU of 9.0.
-    CHECK(names({90}, 64) == portable && names({90, true}, 128) == portable && names({100, true}, 64) == portable);
+    // Warpgroups: heads of 64 and 128, and code for sm_90a that runs on a GPU of 9.0.
+    CHECK(names({90, true}, 128) == names({90, true}, 64));
+    CHECK(names({90}, 64) == portable && names({90, true}, 32) == portable && names({100, true}, 64) == portable);
     CHECK(automatic_attention_kernels(false, {90, true}) == "gathered_rows or warpgroups or tensor_cores" &&
           automatic_attention_kernels(false, {90}) == "gathered_rows or tensor_cores" &&
           automatic_attention_kernels(true, {90, true}) == "plain");
     Cuda dev(0, TEST_WORKSPACE);
     dev.choose_attention("warpgroups");
-    CHECK_FAILS(2, "--attention-kernel warpgroups is not for heads of dimension 128",
-                dev.check_shape(shape(64, 3, 1, 128)));
-    if (device_has_warpgroups(64)) dev.check_shape(shape(64, 3));
-    else CHECK_FAILS(2, "warpgroups is not for heads of dimension 64", dev.check_shape(shape(64, 3)));
+    CHECK_FAILS(2, "--attention-kernel warpgroups is not for heads of dimension 32",
+                dev.check_shape(shape(64, 3, 1, 32)));
+    for (const int D : {64, 128})
+        if (device_has_warpgroups(D)) dev.check_shape(shape(64, 3, 1, D));
+        else CHECK_FAILS(2, "warpgroups is not for heads of dimension", dev.check_shape(shape(64, 3, 1, D)));
     dev.choose_attention("gathered_rows");
     CHECK_FAILS(2, "choose --attention-kernel tensor_cores", dev.check_shape(shape(64, 97)));
     std::string code;
