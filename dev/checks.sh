@@ -28,10 +28,11 @@ finish() {
     exit
 }
 
-# install_as_root PACKAGE...: of Debian's.
+# install_as_root PACKAGE...: of Debian's; waits for another check that installs.
 install_as_root() {
     [ "$(id -u)" -eq 0 ] &&
-        DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null 2>&1
+        DEBIAN_FRONTEND=noninteractive apt-get install -o DPkg::Lock::Timeout=300 -y -qq --no-install-recommends "$@" \
+            >/dev/null 2>&1
 }
 # have COMMAND PACKAGE: whether the command is there, if need be after the package was installed.
 have() { command -v "$1" >/dev/null || { install_as_root "$2" && command -v "$1" >/dev/null; }; }

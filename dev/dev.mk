@@ -104,12 +104,13 @@ test: $(BUILD)/tests $(BUILD)/cuda_tests train_nsa test_nsa $(EMULATED) $(SHORT_
 # The longest first, so that no core waits at the end. The shards of the CHECK build take half of the time.
 test_long: $(EMULATOR_PROGRAMS) $(BUILD)/tests train_nsa $(EMULATED)
 	@dev/run_tests.sh '$(BUILD)/cuda_tests_check --shard 1/2' '$(BUILD)/cuda_tests_check --shard 2/2' \
-	    dev/other_machines_check.sh '$(BUILD)/tests --long' dev/opencl_check.sh \
+	    'dev/other_machines_check.sh clang' 'dev/other_machines_check.sh aarch64' '$(BUILD)/tests --long' \
+	    dev/opencl_check.sh 'dev/other_machines_check.sh amd' \
 	    $(if $(HAVE_CUDA),dev/kernel_report.sh dev/loop_report.sh) dev/launcher_check.sh 'dev/test/mutants.sh --sample 4' \
-	    dev/hip_check.sh '$(BUILD)/cuda_tests --long' $(LONG_EMULATOR_TESTS)
+	    '$(BUILD)/cuda_tests --long' $(LONG_EMULATOR_TESTS)
 # The program for AMD's GPUs, compiled and linked, never run
 hip_check:
-	dev/hip_check.sh
+	dev/other_machines_check.sh amd
 goldens: train_nsa
 	bash dev/test/make_goldens.sh
 
