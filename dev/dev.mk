@@ -14,10 +14,13 @@ $(BUILD)/test_nsa.o: test_nsa.cu $(BUILD)/command
 	$(call quiet,CXX )$(if $(GPU_FOUND),$(COMPILE),$(HOST) -x c++) -DCOMPILED_APART $(DEPENDS) -c $< -o $@
 # All tests of the host, by the host compiler: a third of the time that nvcc takes; -O1, since each runs once. Where
 # there is a GPU, test_device runs too: the tests that run on the device, and its benchmarks, for dev/gpu_check.sh.
-$(BUILD)/tests: $(BUILD)/tests.o $(APART)
+$(BUILD)/tests: $(BUILD)/tests.o $(BUILD)/program_tests.o $(APART)
 	$(call quiet,LINK)$(HOST_LINK) $(filter %.o,$^) -o $@ $(HOST_LIBS)
 $(BUILD)/tests.o: dev/test/tests.cu $(BUILD)/command
 	$(call quiet,CXX )$(HOST) -O1 -x c++ -DCOMPILED_APART $(DEPENDS) -c $< -o $@
+# Tests of the program and its data, without the model.
+$(BUILD)/program_tests.o: dev/test/program_tests.cpp $(BUILD)/command
+	$(call quiet,CXX )$(HOST) -O1 -DCOMPILED_APART $(DEPENDS) -c $< -o $@
 $(BUILD)/test_device: $(BUILD)/test_device.o $(APART)
 	$(call quiet,LINK)$(LINK) $(filter %.o,$^) -o $@ $(LIBS)
 $(BUILD)/test_device.o: dev/test/tests.cu $(BUILD)/command

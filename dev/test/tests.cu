@@ -1,6 +1,8 @@
-// tests.cu: all tests of the host, and those of the device where nvcc or hipcc compiles this. Every test is a
-// TEST(name) in a folder beside this file, or an ENGINE_TEST(name), which every engine of the build gets under a name
-// of its own (engines.h); read them in the order of the includes. ../../test_nsa.cu is a first test to learn from.
+// tests.cu: the tests of the model on the host, and those of the device where nvcc or hipcc compiles this. Every test
+// is a TEST(name) in a folder beside this file, or an ENGINE_TEST(name), which every engine of the build gets under a
+// name of its own (engines.h); read them in the order of the includes. ../../test_nsa.cu is a first test to learn from.
+// The tests of the program and its data are an object of their own, program_tests.cpp, linked into the same
+// build/tests.
 //   build/tests [--list] [--only SUBSTRING]     the last line is "N passed, N failed", the exit status 1 if any failed
 //   build/tests --perf [options of train]       times every operation of a training step against the machine's ceilings
 // and, compiled by nvcc as build/test_device,
@@ -31,24 +33,6 @@
 #include "ranks/ddp_tests.h"
 #include "ranks/emulated_run_tests.h"
 #include "ranks/launch_tests.h"
-#include "data/tokenizer_tests.h"
-#include "data/tokenize_tests.h"
-#include "data/data_tests.h"
-#include "data/mixture_tests.h"
-#include "data/fuzz_tests.h"
-#include "program/util_tests.h"
-#include "program/run_option_tests.h"
-#include "program/run_checkpoint_tests.h"
-#include "program/run_resume_tests.h"
-#include "program/run_file_tests.h"
-#include "program/report_tests.h"
-#include "program/run_tests.h"
-#include "program/fault_tests.h"
-#include "program/stop_tests.h"
-#include "program/run_limit_tests.h"
-#include "program/checkpoint_tests.h"
-#include "program/document_tests.h"
-#include "program/script_tests.h"
 #endif
 #if defined(ENGINE) && defined(DEVICE_TESTS_ONLY)  // of dev/ports/NAME
 #include "ops/row_tests.h"

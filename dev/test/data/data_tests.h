@@ -3,6 +3,8 @@
 #include <map>
 #include <set>
 
+#include <csignal>
+
 #include "../../../lib/data/synthetic.h"
 #include "../../../dataloader.h"
 #include "../harness.h"

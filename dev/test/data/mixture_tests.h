@@ -1,7 +1,7 @@
 // mixture_tests.h: several sets of shards in one option, and a resume on other shards.
 #pragma once
 #include "data_tests.h"
-#include "../program/run_resume_tests.h"
+#include "../program/program.h"
 
 TEST(weighted_sets_are_parsed) {
     const auto text = [](const char* words) {
@@ -167,11 +167,9 @@ TEST(changes_of_shards_are_named) {
 }
 
 // A resume takes other shards if it says so, names what has changed, and then is a run like any other.
-TEST(run_resume_with_new_data) {
-    using namespace program;
-    TempFolder folder;
+PROGRAM_TEST(run_resume_with_new_data) {
     write_small_corpus(folder, "a_1.bin", 1), write_small_corpus(folder, "b.bin", 2);
-    const std::string out = folder.file("run"), a = folder.file("a_*.bin"), b = folder.file("b.bin");
+    const std::string a = folder.file("a_*.bin"), b = folder.file("b.bin");
     const auto resume = [&](const Words& more) { return run(joined({"--resume", "--out", out}, more)); };
     REQUIRE_GOOD(train({{"out", out}, {"data", a}, {"schedule", "constant"}}));
     write_small_corpus(folder, "a_2.bin", 3);
@@ -194,33 +192,6 @@ TEST(run_resume_with_new_data) {
     CHECK(weighted.out.find("new data: the same files with other contents or weights") != std::string::npos);
     REQUIRE_GOOD(resume({"--steps=8"}));
     CHECK_EQUAL(logged(out, "loss").size(), 8u);
-    CHECK_REFUSED(train({{"out", folder.file("x")}, {"allow-new-data", "1"}}), 2, "--allow-new-data", "--resume");
-}
-
-// The same samples, and so the same losses but for rounding, whether a mixture is trained on in one go or resumed on
-// another number of ranks. The limit is that of run_ranks_and_accumulation_give_one_loss_curve: 5 steps of 256 tokens.
-TEST(run_resumes_a_mixture_on_other_ranks) {
-    using namespace program;
-    TempFolder folder;
-    const std::string a = write_small_corpus(folder, "a.bin", 1), b = write_small_corpus(folder, "b.bin", 2);
-    const std::string mpirun = find_mpirun("a mixture on two ranks");
-    Options options = {{"data", a + ":2," + b + ":1"},
-                       {"schedule", "constant"},
-                       {"slc-count", "8"},  // all blocks, so that no rounding selects another one
-                       {"total-batch", "256"},
-                       {"batch", "1"}};
-    for (const char* out : {"whole", "parts"}) {
-        options["out"] = folder.file(out), options["steps"] = std::string(out) == "whole" ? "9" : "4";
-        REQUIRE_GOOD(train(options));
-    }
-    if (mpirun.empty()) return;
-    options["steps"] = "9", options["resume"] = "on";
-    REQUIRE_GOOD(train_on_ranks(mpirun, 2, options));
-    const std::vector<double> whole = logged(folder.file("whole"), "loss"),
-                              parts = logged(folder.file("parts"), "loss");
-    REQUIRE(whole.size() == 9 && parts.size() == 9);
-    const double limit = 5 * 0.01 * std::sqrt(7712.0) * std::ldexp(256.0, -24) * 1.5 + 2e-6;
-    for (size_t i = 0; i < 9; i++) CHECK_NEAR(parts[i], whole[i], i < 4 ? 0 : limit);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -246,11 +217,9 @@ TEST(named_sets_are_parsed) {
 }
 
 // Every set's loss is what `eval` finds on that set alone; the first has the names of a single one.
-TEST(run_validates_on_several_sets) {
-    using namespace program;
-    TempFolder folder;
+PROGRAM_TEST(run_validates_on_several_sets) {
     const std::string a = write_small_corpus(folder, "a.bin", 1), b = write_small_corpus(folder, "b.bin", 2);
-    const std::string out = folder.file("run"), sets = "web=" + a + ",code=" + b + ",syn=synthetic";
+    const std::string sets = "web=" + a + ",code=" + b + ",syn=synthetic";
     const Result r = train({{"out", out}, {"val-data", sets}, {"eval-batches", "1"}, {"tensorboard", "1"}});
     REQUIRE_GOOD(r);
     CHECK(r.out.find("valid.: web: 1 shard, 961 tokens") != std::string::npos);

@@ -145,10 +145,8 @@ TEST(choices_are_scored_as_each_row_alone) {
     }
 }
 
-TEST(run_answers_multiple_choice) {
-    using namespace program;
-    TempFolder folder;
-    const std::string file = folder.file("task.jsonl"), out = folder.file("run");
+PROGRAM_TEST(run_answers_multiple_choice) {
+    const std::string file = folder.file("task.jsonl");
     write_file(file, choices::LINES);
     const Result r = train({{"out", out}, {"hellaswag", file}, {"eval-every", "1"}});
     REQUIRE_GOOD(r);

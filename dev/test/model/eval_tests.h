@@ -84,10 +84,7 @@ TEST(evaluation_covers_every_token_once) {
     }
 }
 
-TEST(run_evaluates_at_any_length) {
-    using namespace program;
-    TempFolder folder;
-    const std::string out = folder.file("run");
+PROGRAM_TEST(run_evaluates_at_any_length) {
     REQUIRE_GOOD(train({{"out", out}}));
     write_file(folder.file("val_0.bin"), shard(random_tokens(1000, 1)));
     write_file(folder.file("val_1.bin"), shard(random_tokens(333, 2)));
@@ -142,10 +139,8 @@ TEST(run_evaluates_at_any_length) {
 }
 
 // Text of one letter teaches nothing about noise, so the first validated checkpoint stays the best.
-TEST(run_keeps_and_finds_the_best_checkpoint) {
-    using namespace program;
-    TempFolder folder;
-    const std::string out = folder.file("run"), val = folder.file("val.bin");
+PROGRAM_TEST(run_keeps_and_finds_the_best_checkpoint) {
+    const std::string val = folder.file("val.bin");
     write_file(folder.file("train.bin"), shard(std::vector<uint16_t>(5000, 'a')));
     write_file(val, shard(random_tokens(64 * 5, 1)));
     const Options options = {

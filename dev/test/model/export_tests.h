@@ -38,9 +38,7 @@ inline std::set<std::string> names_in(const std::string& folder) {
 }
 }  // namespace program
 
-TEST(export_has_the_files_of_transformers_and_the_run_s_bytes) {
-    using namespace program;
-    TempFolder folder;
+PROGRAM_TEST(export_has_the_files_of_transformers_and_the_run_s_bytes) {
     const std::string run_folder = folder.file("run"), to = folder.file("new/hf");
     for (const char* attention : {"nsa", "full"}) {
         REQUIRE_GOOD(train({{"out", run_folder}, {"attention", attention}, {"init", "random"}}));
@@ -71,9 +69,7 @@ TEST(export_has_the_files_of_transformers_and_the_run_s_bytes) {
 }
 
 // Ids by the rule of the byte alphabet, which tokenizer_tests.h checks against the published files.
-TEST(export_tokenizer_of_bytes_gives_each_byte_its_value) {
-    using namespace program;
-    TempFolder folder;
+PROGRAM_TEST(export_tokenizer_of_bytes_gives_each_byte_its_value) {
     REQUIRE_GOOD(train({{"out", folder.file("run")}, {"steps", "1"}}));
     REQUIRE_GOOD(export_to(folder.file("hf"), folder.file("run")));
     const std::string path = folder.file("hf/tokenizer.json");
@@ -94,9 +90,7 @@ TEST(export_tokenizer_of_bytes_gives_each_byte_its_value) {
     CHECK_EQUAL(parse_json(read_file(generation), generation).integer("eos_token_id", generation), 0);
 }
 
-TEST(export_of_gpt2_carries_the_vocabulary) {
-    using namespace program;
-    TempFolder folder;
+PROGRAM_TEST(export_of_gpt2_carries_the_vocabulary) {
     const std::string run_folder = folder.file("run"), to = folder.file("hf"), vocabulary = folder.file("vocabulary");
     const std::string merges = write_pair_vocabulary(vocabulary);
     write_file(folder.file("a.bin"), shard(random_tokens(1000, 1, 50257)));
@@ -126,9 +120,7 @@ TEST(export_of_gpt2_carries_the_vocabulary) {
 }
 
 // From wherever a run was trained, through transformers and back: nobody says again where the vocabulary is.
-TEST(vocabulary_goes_where_the_model_goes) {
-    using namespace program;
-    TempFolder folder;
+PROGRAM_TEST(vocabulary_goes_where_the_model_goes) {
     const std::string vocabulary = folder.file("vocabulary"), text = folder.file("a.txt"), data = folder.file("a");
     const std::string line = folder.file("line.txt");
     write_file(text, read_file("dev/MODEL.md").substr(0, 20000));
@@ -203,9 +195,7 @@ TEST(vocabulary_goes_where_the_model_goes) {
     CHECK(!file_exists(folder.file("x")));
 }
 
-TEST(import_of_an_export_is_the_run) {
-    using namespace program;
-    TempFolder folder;
+PROGRAM_TEST(import_of_an_export_is_the_run) {
     const std::string run_folder = folder.file("run"), back = folder.file("back");
     REQUIRE_GOOD(
         train({{"out", run_folder}, {"init", "random"}, {"steps", "3"}, {"save-every", "1"}, {"rope-base", "500000"}}));
@@ -237,9 +227,7 @@ TEST(import_of_an_export_is_the_run) {
 }
 
 // The model card: numbers that the run printed, the data's names, and no folder of this machine.
-TEST(export_writes_a_model_card) {
-    using namespace program;
-    TempFolder folder;
+PROGRAM_TEST(export_writes_a_model_card) {
     const std::string run_folder = folder.file("run"), link = folder.file("link");
     for (const char* name : {"train.bin", "more.bin", "val.bin"})
         write_file(folder.file(name), shard(random_tokens(64 * 15 + 1, uint64_t(name[0]), 64)));
@@ -273,9 +261,7 @@ TEST(export_writes_a_model_card) {
     CHECK(lines_of(card).size() <= 25);
 }
 
-TEST(export_and_import_refuse_in_one_line) {
-    using namespace program;
-    TempFolder folder;
+PROGRAM_TEST(export_and_import_refuse_in_one_line) {
     const std::string run_folder = folder.file("run"), hf = folder.file("hf"), to = folder.file("to");
     REQUIRE_GOOD(train({{"out", run_folder}}));
     CHECK_REFUSED(run({"export", "--out", to}), 2, "--from is missing");
@@ -324,9 +310,7 @@ TEST(export_and_import_refuse_in_one_line) {
 }
 
 // A tensor that somebody gave the model, or its checkpoint, and that the PyTorch model does not have.
-TEST(export_refuses_what_the_pytorch_model_does_not_know) {
-    using namespace program;
-    TempFolder folder;
+PROGRAM_TEST(export_refuses_what_the_pytorch_model_does_not_know) {
     for (const char* attention : {"nsa", "full"}) {
         TensorTable table(options_of(std::string("--attention ") + attention));
         require_known_to_pytorch(table);
@@ -348,9 +332,7 @@ TEST(export_refuses_what_the_pytorch_model_does_not_know) {
     CHECK(!file_exists(folder.file("to")));
 }
 
-TEST(export_leaves_nothing_half_done_on_a_full_disk) {
-    using namespace program;
-    TempFolder folder;
+PROGRAM_TEST(export_leaves_nothing_half_done_on_a_full_disk) {
     Start full;
     full.largest_file = 5000;
     REQUIRE_GOOD(train({{"out", folder.file("run")}}));
@@ -364,9 +346,38 @@ TEST(export_leaves_nothing_half_done_on_a_full_disk) {
     REQUIRE_GOOD(import_to(folder.file("back"), folder.file("hf")));
 }
 
-TEST(verbs_take_the_checkpoint_of_step) {
-    using namespace program;
-    TempFolder folder;
+// A run with --keep removes what somebody reads; the newest is there at any time.
+PROGRAM_TEST(checkpoints_removed_while_they_are_read_are_no_damage) {
+    REQUIRE_GOOD(train({{"out", out}, {"dim", "256"}, {"mlp-hidden", "2048"}}));
+    std::atomic<bool> read_enough{false};
+    std::thread trainer([&] {
+        for (int64_t step = 3; !read_enough; step++) {
+            const std::string from = checkpoint_folder(out, step - 1), to = checkpoint_folder(out, step);
+            copy_folder(from, to + ".writing");
+            replace_in_file(to + ".writing/config.json", "{", "{ ");
+            const Manifest before = read_manifest(from);
+            std::vector<FileRecord> files = before.files;
+            for (FileRecord& file : files)
+                if (file.name == "config.json") {
+                    const std::string bytes = read_file(to + ".writing/config.json");
+                    file.size = bytes.size(), file.crc32c = crc32c(0, bytes.data(), bytes.size());
+                }
+            commit_checkpoint(out, step, files, before.state_text);
+            rename_path(from, from + ".removing");
+            remove_tree(from + ".removing");
+        }
+    });
+    for (int i = 0; i < 300; i++) {
+        Config c;
+        c.from = out, c.at_step = "last", c.branches = "all";
+        std::string error = error_of([&] { open_trained_model(c); });
+        CHECK_EQUAL(error, std::string());
+    }
+    read_enough = true;
+    trainer.join();
+}
+
+PROGRAM_TEST(verbs_take_the_checkpoint_of_step) {
     const std::string run_folder = folder.file("run");
     REQUIRE_GOOD(train({{"out", run_folder}, {"steps", "3"}, {"save-every", "1"}}));
     write_file(folder.file("val.bin"), shard(random_tokens(300, 1)));

@@ -1,283 +1,18 @@
-// fault_tests.h: what several ranks, interrupted runs and bad numbers must come to, through the built ./train_nsa: the
-// same curve however a batch is divided, the same bits where they are promised, checkpoints that any number of ranks
-// resumes, and an end within seconds, with one line that says why, when a rank dies, stalls, differs or meets bad data.
+// fault_tests.h: what interrupted runs and bad numbers must come to, through the built ./train_nsa: an end within
+// seconds with one line that says why when a rank dies, stalls, differs or meets bad data, and a run that can go on.
 #pragma once
 #include <thread>
 
+#include "../../../lib/base/signals.h"
+#include "../../../lib/run/training_data.h"
 #include "program.h"
-
-namespace program {
-
-// Four layers, so that several small buckets exist and are ready one after the other.
-inline Options ranks_options(const Options& more) {
-    return merged({{"layers", "4"},
-                   {"total-batch", "512"},
-                   {"batch", "1"},
-                   {"slc-count", "8"},
-                   {"lr", "0.001"},
-                   {"steps", "8"},
-                   {"eval-every", "4"},
-                   {"eval-batches", "2"},
-                   {"bucket-mb", "0.04"},
-                   {"threads", "1"}},
-                  more);
-}
-
-// The same for some steps at a constant learning rate, so that another run can go on from them.
-inline Options part_of_run(const std::string& out, const char* steps, const Options& more) {
-    return merged(ranks_options({{"schedule", "constant"}, {"out", out}, {"steps", steps}}), more);
-}
-
-// How far losses of ranks_options() may be apart on other numbers of ranks: the limit that
-// run_ranks_and_accumulation_give_one_loss_curve derives, for this model. 8 steps of 1e-3, N = 512 terms, P = 4 x 3.6 k
-// + 4 k parameters, and |g| <= 1.5.
-static const double RANKS_PARAMETERS = 19000;
-static const double RANKS_LIMIT = 8 * 1e-3 * std::sqrt(RANKS_PARAMETERS) * std::ldexp(512.0, -24) * 1.5 + 2e-6;
-
-inline std::string losses_of(const std::string& run_folder) { return read_file(run_folder + "/main.log"); }
-
-// A program under mpirun that this test can disturb while it runs.
-struct Running {
-    pid_t launcher = 0;
-    std::string out_file, err_file;
-    double begun = seconds_now();
-
-    Running(const Words& words, const TempFolder& folder)
-        : out_file(folder.file("running.out")), err_file(folder.file("running.err")) {
-        std::filesystem::remove(out_file), std::filesystem::remove(err_file);
-        const int null = open("/dev/null", O_RDONLY | O_CLOEXEC),
-                  out = open(out_file.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600),
-                  err = open(err_file.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
-        launcher = spawn(words, {}, {null, out, err});
-        close(null), close(out), close(err);
-    }
-    ~Running() { kill(-launcher, SIGKILL); }
-
-    // Until stdout holds the words.
-    bool reaches(const std::string& words, double seconds = 30) {
-        for (const double end = seconds_now() + seconds; seconds_now() < end; usleep(10000))
-            if (file_exists(out_file) && read_file(out_file).find(words) != std::string::npos) return true;
-        return false;
-    }
-    // The process of this rank, by the file it keeps open.
-    pid_t process_of(const std::string& heartbeat) const {
-        for (const auto& entry : std::filesystem::directory_iterator("/proc")) {
-            const std::string name = entry.path().filename();
-            if (name.find_first_not_of("0123456789") != std::string::npos) continue;
-            std::error_code error;
-            for (const auto& fd : std::filesystem::directory_iterator(entry.path() / "fd", error))
-                if (std::filesystem::read_symlink(fd.path(), error) == heartbeat) return pid_t(std::stol(name));
-        }
-        fail("no process keeps %s open", heartbeat.c_str());
-    }
-    Result end(double seconds) {
-        Result result;
-        int status = 0;
-        const double limit = seconds_now() + seconds;
-        pid_t ended = 0;
-        while ((ended = waitpid(launcher, &status, WNOHANG)) == 0 && seconds_now() < limit) usleep(10000);
-        if (ended == 0) kill(-launcher, SIGKILL), waitpid(launcher, &status, 0);
-        result.status = ended == 0 ? 1000 : exit_status(status);
-        result.out = read_file(out_file), result.err = read_file(err_file), result.seconds = seconds_now() - begun;
-        return result;
-    }
-};
-
-}  // namespace program
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Exactness.
-
-// No sum depends on which thread or rank was first: the same number of ranks gives the same weights and the same log,
-// to the last bit, with any number of threads.
-TEST(ranks_give_the_same_bits_every_time) {
-    using namespace program;
-    TempFolder folder;
-    const std::string mpirun = find_mpirun("the same run twice on 2 ranks");
-    const auto with = [&](const char* out, const char* threads) {
-        return ranks_options({{"out", folder.file(out)}, {"threads", threads}});
-    };
-    REQUIRE_GOOD(train(with("one", "1")));
-    REQUIRE_GOOD(train(with("one_again", "2")));
-    std::vector<std::string> names = {"one"};
-    if (!mpirun.empty()) {
-        CHECK_EQUAL(train_on_ranks(mpirun, 2, with("two", "1")).status, 0);
-        CHECK_EQUAL(train_on_ranks(mpirun, 2, with("two_again", "2")).status, 0);
-        names.push_back("two");
-    }
-    for (const std::string& name : names) {
-        CHECK(read_file(folder.file(name + "/step_00000008/model.safetensors")) ==
-              read_file(folder.file(name + "_again/step_00000008/model.safetensors")));
-        CHECK_EQUAL(losses_of(folder.file(name)), losses_of(folder.file(name + "_again")));
-    }
-}
-
-// On other numbers of ranks the curve is the same to rounding: buckets, bf16 on the way, sharded state. With bf16 each
-// of the gradients is rounded to 2^-9 of itself on each of log2(4) + 1 additions: steps * lr * |e|_1 <= 8 * 1e-3 * 3 *
-// 2^-9 * sqrt(P) |g|.
-TEST(ranks_buckets_zero_and_bf16_give_one_curve) {
-    using namespace program;
-    TempFolder folder;
-    const std::string mpirun = find_mpirun("2 and 4 ranks");
-    const double limit = RANKS_LIMIT,
-                 bf16_limit = 8 * 1e-3 * 3 * std::ldexp(1.0, -9) * std::sqrt(RANKS_PARAMETERS) * 1.5;
-    REQUIRE_GOOD(train(ranks_options({{"out", folder.file("one")}, {"batch", "8"}})));
-    const std::vector<double> expected = logged(folder.file("one"), "loss"),
-                              expected_val = logged(folder.file("one"), "val_loss"),
-                              norm = logged(folder.file("one"), "grad_norm");
-    REQUIRE(expected.size() == 8 && expected_val.size() == 3);
-    struct {
-        const char* name;
-        int ranks;
-        Options more;
-        double limit;
-    } const cases[] = {{"two", 2, {}, limit},
-                       {"two_accumulated", 2, {{"batch", "2"}}, limit},
-                       {"four", 4, {{"batch", "2"}}, limit},
-                       {"four_one_bucket", 4, {{"bucket-mb", "25"}}, limit},
-                       {"zero", 4, {{"zero", "1"}}, limit},
-                       {"bf16", 4, {{"grad-reduce", "bf16"}}, bf16_limit},
-                       {"bf16_zero", 2, {{"grad-reduce", "bf16"}, {"zero", "1"}}, bf16_limit},
-                       // three ranks cannot share the batch of the others: the run itself is the test
-                       {"three_zero", 3, {{"zero", "1"}, {"total-batch", "576"}}, 1e9}};
-    for (const auto& c : cases) {
-        Options options = merged(ranks_options({{"out", folder.file(c.name)}}), c.more);
-        if (mpirun.empty()) continue;
-        const Result r = train_on_ranks(mpirun, c.ranks, options);
-        CHECK_EQUAL(r.status, 0);
-        CHECK(r.out.find("gradients travel by MPI") != std::string::npos &&
-              r.out.find("ms exposed") != std::string::npos);
-        const std::vector<double> loss = logged(folder.file(c.name), "loss"),
-                                  val = logged(folder.file(c.name), "val_loss");
-        REQUIRE(loss.size() == 8 && val.size() == 3);
-        if (c.limit > 1) continue;
-        for (size_t i = 0; i < 8; i++) CHECK_NEAR(loss[i], expected[i], c.limit);
-        for (size_t i = 0; i < 3; i++) CHECK_NEAR(val[i], expected_val[i], c.limit);
-        CHECK(logged(folder.file(c.name), "epoch") == logged(folder.file("one"), "epoch"));
-    }
-    if (mpirun.empty()) return;
-    // Sharded state is the same numbers as state everywhere: with the same ranks and buckets, the same bits (2 ranks: a
-    // + b has one order).
-    REQUIRE(train_on_ranks(mpirun, 2, ranks_options({{"out", folder.file("two_zero")}, {"zero", "1"}})).status == 0);
-    CHECK_EQUAL(losses_of(folder.file("two_zero")), losses_of(folder.file("two")));
-    CHECK(read_file(folder.file("two_zero/step_00000008/model.safetensors")) ==
-          read_file(folder.file("two/step_00000008/model.safetensors")));
-    // An untied head is reduced first, before the layers' backward pass.
-    const Options changed = {{"smear", "on"}, {"head", "untied"}};
-    REQUIRE_GOOD(train(merged(ranks_options({{"out", folder.file("one_changed")}}), changed)));
-    const Options shared = merged(changed, {{"zero", "1"}, {"out", folder.file("two_changed")}});
-    CHECK_EQUAL(train_on_ranks(mpirun, 2, merged(ranks_options({}), shared)).status, 0);
-    const std::vector<double> of_one = logged(folder.file("one_changed"), "loss"),
-                              of_two = logged(folder.file("two_changed"), "loss");
-    REQUIRE(of_one.size() == 8 && of_two.size() == 8);
-    for (size_t i = 0; i < 8; i++) CHECK_NEAR(of_two[i], of_one[i], limit);
-    // What travels as bf16 is not what travels as fp32.
-    CHECK(losses_of(folder.file("bf16")) != losses_of(folder.file("four")));
-}
-
-// With Muon, every rank updates every matrix or, with --zero 1, its share of them: the same bits on the same number of
-// ranks, resumed or not, and to rounding on others. RANKS_LIMIT holds here too: only a gradient's direction counts, as
-// for AdamW.
-TEST(ranks_agree_with_muon) {
-    using namespace program;
-    TempFolder folder;
-    const std::string mpirun = find_mpirun("--optimizer muon on 1, 2 and 3 ranks");
-    if (mpirun.empty()) return;
-    const auto on = [&](int ranks, const char* out, const char* steps, const Options& more) {
-        return train_on_ranks(mpirun, ranks,
-                              part_of_run(folder.file(out), steps, merged({{"optimizer", "muon"}}, more)));
-    };
-    const auto weights = [&](const char* out) {
-        return read_file(folder.file(out) + "/step_00000008/model.safetensors");
-    };
-    const Options zero = {{"zero", "1"}}, resume = {{"resume", "on"}, {"zero", "0"}},
-                  resume_zero = {{"resume", "on"}, {"zero", "1"}}, thirds = {{"total-batch", "576"}};
-    REQUIRE_GOOD(on(1, "one", "8", {}));
-    REQUIRE_GOOD(on(2, "two", "8", {}));
-    REQUIRE_GOOD(on(2, "two_zero", "8", zero));
-    REQUIRE_GOOD(on(3, "three", "8", thirds));
-    REQUIRE_GOOD(on(3, "three_zero", "8", merged(thirds, zero)));
-    REQUIRE_GOOD(on(2, "parts", "3", {}));
-    REQUIRE_GOOD(on(2, "parts", "5", resume_zero));
-    REQUIRE_GOOD(on(2, "parts", "8", resume));
-    REQUIRE_GOOD(on(2, "others", "3", zero));
-    REQUIRE_GOOD(on(1, "others", "5", resume));
-    REQUIRE_GOOD(on(2, "others", "8", resume_zero));
-    for (const char* same : {"two_zero", "parts"}) CHECK(weights(same) == weights("two"));
-    CHECK(weights("three_zero") == weights("three"));
-    const std::vector<double> loss = logged(folder.file("one"), "loss");
-    REQUIRE(loss.size() == 8);
-    for (const char* run : {"two", "others"})
-        for (size_t i = 0; i < 8; i++) CHECK_NEAR(logged(folder.file(run), "loss")[i], loss[i], RANKS_LIMIT);
-    REQUIRE_GOOD(train(part_of_run(folder.file("adamw"), "8", {})));
-    CHECK(std::fabs(logged(folder.file("adamw"), "loss")[7] - loss[7]) > 10 * RANKS_LIMIT);
-}
-
-// A checkpoint of N ranks at any --zero is continued by M ranks at any other: with as many ranks as before it is the
-// run that was never interrupted, bit for bit (a + b has one order), and to rounding with others.
-TEST(ranks_resume_on_another_number_of_ranks) {
-    using namespace program;
-    TempFolder folder;
-    const std::string mpirun = find_mpirun("resuming on another number of ranks");
-    if (mpirun.empty()) return;
-    const auto on = [&](int ranks, const std::string& out, const char* steps, const Options& more) {
-        return train_on_ranks(mpirun, ranks, part_of_run(folder.file(out), steps, more));
-    };
-    REQUIRE_GOOD(on(2, "whole", "8", {}));
-    const std::string parts = "parts", others = "others";
-    REQUIRE_GOOD(on(2, parts, "2", {{"zero", "1"}}));
-    CHECK(file_exists(folder.file("parts/step_00000002/optimizer_00001-of-00002.safetensors")));
-    REQUIRE_GOOD(on(2, parts, "6", {{"zero", "0"}, {"resume", "on"}, {"bucket-mb", "0.1"}, {"recompute", "2"}}));
-    const Result last = on(2, parts, "8", {{"zero", "1"}, {"resume", "on"}, {"bucket-mb", "25"}, {"recompute", "0"}});
-    REQUIRE_GOOD(last);
-    CHECK(last.out.find("resume: --zero is 1, was 0") != std::string::npos &&
-          last.out.find("resume: --recompute is 0, was 2") != std::string::npos);
-    CHECK(read_file(folder.file("parts/step_00000008/model.safetensors")) ==
-          read_file(folder.file("whole/step_00000008/model.safetensors")));
-    REQUIRE_GOOD(on(4, others, "2", {{"zero", "1"}}));
-    REQUIRE_GOOD(on(1, others, "5", {{"resume", "on"}}));
-    REQUIRE_GOOD(on(2, others, "8", {{"zero", "1"}, {"resume", "on"}}));
-    const std::vector<double> loss = logged(folder.file("whole"), "loss"),
-                              loss_of_others = logged(folder.file(others), "loss");
-    CHECK(logged(folder.file("parts"), "loss") == loss);
-    REQUIRE(loss.size() == 8 && loss_of_others.size() == 8);
-    for (size_t i = 0; i < 8; i++) CHECK_NEAR(loss_of_others[i], loss[i], RANKS_LIMIT);
-    for (const std::string& run : {parts, others})
-        CHECK(logged(folder.file(run), "epoch") == logged(folder.file("whole"), "epoch"));
-    // The moments of the shards, put together, are those of ranks that had all of them.
-    const auto together = [&](const std::string& checkpoint) {
-        std::map<std::string, std::vector<float>> moments;
-        for (const FileRecord& file : read_manifest(checkpoint).files) {
-            if (file.name.find("optimizer") != 0) continue;
-            const SafeTensors pieces(checkpoint + "/" + file.name);
-            for (const TensorView& t : pieces.tensors) {
-                size_t first = 0, end = 0;
-                const size_t bracket = t.name.find('[');
-                REQUIRE(std::sscanf(t.name.c_str() + bracket, "[%zu:%zu]", &first, &end) == 2 &&
-                        t.bytes == (end - first) * 4);
-                std::vector<float>& whole = moments[t.name.substr(0, bracket)];
-                if (whole.size() < end) whole.resize(end, std::numeric_limits<float>::quiet_NaN());
-                std::memcpy(&whole[first], t.data, t.bytes);
-            }
-        }
-        return moments;
-    };
-    const auto whole = together(folder.file("whole/step_00000008")),
-               shards = together(folder.file("parts/step_00000008"));
-    const SafeTensors weights(folder.file("whole/step_00000008/model.safetensors"));
-    CHECK_EQUAL(whole.size(), 2 * weights.tensors.size());
-    CHECK(whole == shards);  // and no NaN, which is equal to nothing
-}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Failures of ranks.
 
-TEST(ranks_that_differ_are_found_at_the_start) {
-    using namespace program;
+PROGRAM_TEST(ranks_that_differ_are_found_at_the_start) {
     const std::string mpirun = find_mpirun("ranks with different options under mpirun");
     if (mpirun.empty()) return;
-    TempFolder folder;
-    const std::string out = folder.file("run");
     const auto found = [&](const Options& first, const Options& second, const char* what) {
         Words words = {mpirun};
         for (const Options* more : {&first, &second}) {
@@ -332,14 +67,12 @@ TEST_LONG(ranks_that_die_or_stall_end_the_run) {
 
 // A disk that takes longer over an fsync than --stall-timeout ends no run: not by rank 0, which writes, nor by rank 1,
 // which waits for it.
-TEST(a_slow_fsync_is_no_stall) {
-    using namespace program;
+PROGRAM_TEST(a_slow_fsync_is_no_stall) {
     const std::string mpirun = find_mpirun("a slow disk under mpirun");
     const std::string shim = std::filesystem::read_symlink("/proc/self/exe").parent_path() / "faults.so";
     if (!file_exists(shim)) skip(shim + ", which make test builds");
     if (mpirun.empty() || !file_exists(shim)) return;
-    TempFolder folder;
-    const std::string out = folder.file("run"), log = folder.file("events");
+    const std::string log = folder.file("events");
     Start start;
     // The second fsync of a checkpoint is one of rank 0 alone.
     start.environment = {"LD_PRELOAD=" + shim, "FAULT=slow_fsync:2:3", "FAULT_FOLDER=" + out, "FAULT_LOG=" + log};
@@ -353,9 +86,7 @@ TEST(a_slow_fsync_is_no_stall) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Being asked to stop.
 
-TEST(stop_by_signal_and_by_halt_file) {
-    using namespace program;
-    TempFolder folder;
+PROGRAM_TEST(stop_by_signal_and_by_halt_file) {
     const Options endless = {{"steps", "100000"}, {"eval-every", "0"}, {"schedule", "constant"}, {"threads", "1"}};
     struct {
         int signal;
@@ -388,12 +119,9 @@ TEST(stop_by_signal_and_by_halt_file) {
     }
 }
 
-TEST(stop_of_one_rank_stops_all) {
-    using namespace program;
+PROGRAM_TEST(stop_of_one_rank_stops_all) {
     const std::string mpirun = find_mpirun("a signal to one of 2 ranks");
     if (mpirun.empty()) return;
-    TempFolder folder;
-    const std::string out = folder.file("run");
     Running program(joined({mpirun, "-np", "2", path()},
                            small_words(ranks_options({{"out", out}, {"steps", "100000"}, {"eval-every", "0"}}))),
                     folder);
@@ -462,9 +190,7 @@ TEST(stop_by_hangup_at_the_start) {
 }
 
 // The first signal waits for a step that takes minutes; one after a pause does not.
-TEST(stop_second_signal_after_a_pause_leaves_at_once) {
-    using namespace program;
-    TempFolder folder;
+PROGRAM_TEST(stop_second_signal_after_a_pause_leaves_at_once) {
     Running program(slow_run(folder, "2097152"), folder);
     REQUIRE(program.reaches("out: "));
     usleep(500000);
@@ -478,12 +204,10 @@ TEST(stop_second_signal_after_a_pause_leaves_at_once) {
 }
 
 // Process 1 of a container, whom the kernel spares what others die of.
-TEST(stop_of_process_1_of_a_container) {
-    using namespace program;
+PROGRAM_TEST(stop_of_process_1_of_a_container) {
     const Words container = {"/usr/bin/unshare", "--pid", "--fork"};
     if (!file_exists(container[0]) || execute(joined(container, {"/bin/true"})).status != 0)
         return void(std::printf("    not tried: no unshare --pid here\n"));
-    TempFolder folder;
     int input[2];
     if (pipe2(input, O_CLOEXEC) != 0) fail("no pipe");
     const int null = open("/dev/null", O_RDWR | O_CLOEXEC);
@@ -542,10 +266,7 @@ TEST(stop_while_nobody_reads_what_is_printed) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Checkpoints of a run that goes on.
 
-TEST(checkpoints_fall_back_to_the_newest_intact) {
-    using namespace program;
-    TempFolder folder;
-    const std::string out = folder.file("run");
+PROGRAM_TEST(checkpoints_fall_back_to_the_newest_intact) {
     const Options options = {{"out", out}, {"steps", "9"}, {"save-every", "3"}, {"schedule", "constant"}};
     REQUIRE_GOOD(train(options));
     const std::string log = losses_of(out), model = read_file(out + "/step_00000009/model.safetensors");
@@ -571,54 +292,15 @@ TEST(checkpoints_fall_back_to_the_newest_intact) {
     CHECK(read_file(out + "/step_00000009/model.safetensors") == model);
 }
 
-TEST(checkpoints_kept_and_removed) {
-    using namespace program;
-    TempFolder folder;
-    const std::string out = folder.file("run");
+PROGRAM_TEST(checkpoints_kept_and_removed) {
     REQUIRE_GOOD(train({{"out", out}, {"steps", "11"}, {"save-every", "1"}, {"keep", "2"}, {"keep-every", "4"}}));
     std::vector<std::string> names;
     for (const std::string& path : glob_files(out + "/step_*")) names.push_back(path.substr(out.size() + 6));
     CHECK((names == std::vector<std::string>{"00000004", "00000008", "00000010", "00000011"}));
 }
 
-// A run with --keep removes what somebody reads; the newest is there at any time.
-TEST(checkpoints_removed_while_they_are_read_are_no_damage) {
-    using namespace program;
-    TempFolder folder;
-    const std::string out = folder.file("run");
-    REQUIRE_GOOD(train({{"out", out}, {"dim", "256"}, {"mlp-hidden", "2048"}}));
-    std::atomic<bool> read_enough{false};
-    std::thread trainer([&] {
-        for (int64_t step = 3; !read_enough; step++) {
-            const std::string from = checkpoint_folder(out, step - 1), to = checkpoint_folder(out, step);
-            copy_folder(from, to + ".writing");
-            replace_in_file(to + ".writing/config.json", "{", "{ ");
-            const Manifest before = read_manifest(from);
-            std::vector<FileRecord> files = before.files;
-            for (FileRecord& file : files)
-                if (file.name == "config.json") {
-                    const std::string bytes = read_file(to + ".writing/config.json");
-                    file.size = bytes.size(), file.crc32c = crc32c(0, bytes.data(), bytes.size());
-                }
-            commit_checkpoint(out, step, files, before.state_text);
-            rename_path(from, from + ".removing");
-            remove_tree(from + ".removing");
-        }
-    });
-    for (int i = 0; i < 300; i++) {
-        Config c;
-        c.from = out, c.at_step = "last", c.branches = "all";
-        std::string error = error_of([&] { open_trained_model(c); });
-        CHECK_EQUAL(error, std::string());
-    }
-    read_enough = true;
-    trainer.join();
-}
-
 // A folder that is gone, or is another by now, is not written to, and the end claims no success.
-TEST(run_whose_folder_is_removed_ends_with_an_error) {
-    using namespace program;
-    TempFolder folder;
+PROGRAM_TEST(run_whose_folder_is_removed_ends_with_an_error) {
     for (const std::string fate : {"removed", "moved", "replaced"}) {
         const std::string out = folder.file(fate);
         std::thread other([&] {
@@ -638,10 +320,7 @@ TEST(run_whose_folder_is_removed_ends_with_an_error) {
 
 // A disk that is full for a while: the checkpoints of that time fail, training goes on, and the
 // log says so. Here a file stands where the checkpoint's folder is to be, which stops root too.
-TEST(checkpoints_that_fail_do_not_stop_the_run) {
-    using namespace program;
-    TempFolder folder;
-    const std::string out = folder.file("run");
+PROGRAM_TEST(checkpoints_that_fail_do_not_stop_the_run) {
     REQUIRE_GOOD(train({{"out", out}, {"steps", "1"}, {"schedule", "constant"}}));
     Start full;  // the weights fit, the moments, twice as large, do not
     full.largest_file = file_size(out + "/step_00000001/model.safetensors") + 4096;
@@ -660,10 +339,7 @@ TEST(checkpoints_that_fail_do_not_stop_the_run) {
 // Bad numbers.
 
 // A learning rate that makes the weights infinite in a few steps.
-TEST(bad_numbers_end_the_run_with_the_batch_on_disk) {
-    using namespace program;
-    TempFolder folder;
-    const std::string out = folder.file("run");
+PROGRAM_TEST(bad_numbers_end_the_run_with_the_batch_on_disk) {
     const Result r = train({{"out", out}, {"steps", "2"}, {"save-every", "1"}, {"init", "random"}});
     REQUIRE_GOOD(r);
     // One weight is infinite: every step from there on is bad, whoever computes it.

@@ -18,13 +18,15 @@
 
 #include "../harness.h"
 
-#ifndef NSA_WITHOUT_MAIN
-#define NSA_WITHOUT_MAIN
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wunused-function"  // main's helpers, which nobody calls here
-#include "../../../train_nsa.cu"
-#pragma GCC diagnostic pop
-#endif
+#include "../../../lib/data/synthetic.h"
+#include "../../../lib/model/sampling.h"
+#include "../../../lib/model/schedule.h"
+#include "../../../lib/run/build_info.h"
+#include "../../../lib/run/checkpoint.h"
+#include "../../../lib/run/config_files.h"
+#include "../../../lib/run/device.h"
+#include "../../../lib/run/help.h"
+#include "../../../lib/run/train_state.h"
 
 extern char** environ;
 
@@ -267,6 +269,24 @@ inline Config parse_and_preset(const Words& words) {
     return c;
 }
 
+// ----- tests
+
+// A test with a folder of its own, in which `out` is where a run may go.
+struct InFolder {
+    TempFolder folder;
+    const std::string out = folder.file("run");
+};
+#define PROGRAM_TEST(name) TEST_IN_FOLDER(TEST, name)
+#define PROGRAM_TEST_LONG(name) TEST_IN_FOLDER(TEST_LONG, name)
+#define TEST_IN_FOLDER(KIND, name)                    \
+    namespace program {                               \
+    struct InFolder_##name : InFolder {               \
+        void test();                                  \
+    };                                                \
+    }                                                 \
+    KIND(name) { program::InFolder_##name().test(); } \
+    void program::InFolder_##name::test()
+
 // ----- files
 
 inline std::string shard(const std::vector<uint16_t>& tokens, int32_t vocab_size = 0) {
@@ -480,3 +500,96 @@ inline program::Result train_on_ranks(const std::string& mpirun, int ranks, cons
     return program::execute(
         program::joined({mpirun, "-np", std::to_string(ranks), program::path()}, program::small_words(more)));
 }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Runs on several ranks, and a run that a test disturbs while it goes on.
+
+namespace program {
+
+// 15 samples of 64 tokens.
+inline std::string write_small_corpus(const TempFolder& folder, const std::string& name, uint64_t seed) {
+    write_file(folder.file(name), shard(random_tokens(64 * 15 + 1, seed, 64)));
+    return folder.file(name);
+}
+
+// Four layers, so that several small buckets exist and are ready one after the other.
+inline Options ranks_options(const Options& more) {
+    return merged({{"layers", "4"},
+                   {"total-batch", "512"},
+                   {"batch", "1"},
+                   {"slc-count", "8"},
+                   {"lr", "0.001"},
+                   {"steps", "8"},
+                   {"eval-every", "4"},
+                   {"eval-batches", "2"},
+                   {"bucket-mb", "0.04"},
+                   {"threads", "1"}},
+                  more);
+}
+
+// The same for some steps at a constant learning rate, so that another run can go on from them.
+inline Options part_of_run(const std::string& out, const char* steps, const Options& more) {
+    return merged(ranks_options({{"schedule", "constant"}, {"out", out}, {"steps", steps}}), more);
+}
+
+// How far losses of ranks_options() may be apart, however a batch is divided over ranks or micro-steps: the same run
+// but for the order of fp32 sums. An error e of the gradient moves an AdamW step by at most lr |e_i| / |g_i|, or 2 lr
+// where the sign of a tiny g_i is lost, and the loss by lr |e_i| per step: at most steps * lr * |e|_1 <= steps * lr *
+// sqrt(P) |e|_2. Sums of N terms that cancel to their root leave |e|_2 <= 2^-24 * N * |g|_2 (N roundings, each at most
+// 2^-24 of the sum of magnitudes ~ sqrt(N) |g|, adding as a random walk). 8 steps of 1e-3, N = 512, P = 4 x 3.6 k + 4
+// k, and |g|
+// <= 1.5. The logits' own rounding, 2^-24 * |logit| a few, and the six digits of the log add 2e-6. All 8 blocks are
+// selected (--slc-count 8): otherwise a rounding could swap two blocks of nearly equal score.
+static const double RANKS_PARAMETERS = 19000;
+static const double RANKS_LIMIT = 8 * 1e-3 * std::sqrt(RANKS_PARAMETERS) * std::ldexp(512.0, -24) * 1.5 + 2e-6;
+
+inline std::string losses_of(const std::string& run_folder) { return read_file(run_folder + "/main.log"); }
+
+// A program under mpirun that this test can disturb while it runs.
+struct Running {
+    pid_t launcher = 0;
+    std::string out_file, err_file;
+    double begun = seconds_now();
+
+    Running(const Words& words, const TempFolder& folder)
+        : out_file(folder.file("running.out")), err_file(folder.file("running.err")) {
+        std::filesystem::remove(out_file), std::filesystem::remove(err_file);
+        const int null = open("/dev/null", O_RDONLY | O_CLOEXEC),
+                  out = open(out_file.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600),
+                  err = open(err_file.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
+        launcher = spawn(words, {}, {null, out, err});
+        close(null), close(out), close(err);
+    }
+    ~Running() { kill(-launcher, SIGKILL); }
+
+    // Until stdout holds the words.
+    bool reaches(const std::string& words, double seconds = 30) {
+        for (const double end = seconds_now() + seconds; seconds_now() < end; usleep(10000))
+            if (file_exists(out_file) && read_file(out_file).find(words) != std::string::npos) return true;
+        return false;
+    }
+    // The process of this rank, by the file it keeps open.
+    pid_t process_of(const std::string& heartbeat) const {
+        for (const auto& entry : std::filesystem::directory_iterator("/proc")) {
+            const std::string name = entry.path().filename();
+            if (name.find_first_not_of("0123456789") != std::string::npos) continue;
+            std::error_code error;
+            for (const auto& fd : std::filesystem::directory_iterator(entry.path() / "fd", error))
+                if (std::filesystem::read_symlink(fd.path(), error) == heartbeat) return pid_t(std::stol(name));
+        }
+        fail("no process keeps %s open", heartbeat.c_str());
+    }
+    Result end(double seconds) {
+        Result result;
+        int status = 0;
+        const double limit = seconds_now() + seconds;
+        pid_t ended = 0;
+        while ((ended = waitpid(launcher, &status, WNOHANG)) == 0 && seconds_now() < limit) usleep(10000);
+        if (ended == 0) kill(-launcher, SIGKILL), waitpid(launcher, &status, 0);
+        result.status = ended == 0 ? 1000 : exit_status(status);
+        result.out = read_file(out_file), result.err = read_file(err_file), result.seconds = seconds_now() - begun;
+        return result;
+    }
+};
+
+}  // namespace program

@@ -229,7 +229,7 @@ TEST(report_page_runs_no_script_of_the_log) {
     }
     for (const char* word : {"innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function("})
         CHECK(!holds(source, word));
-    for (const std::string& html : {source, std::string(file_inspect_page, file_inspect_page_end)}) {
+    for (const std::string& html : {source, read_file("lib/report/html/inspect.html")}) {
         const size_t script = html.find("<script>") + 8, end = html.find("</script>", script);
         CHECK(holds(html, "default-src 'none'") && !holds(html, "script-src 'unsafe-inline'"));
         const size_t hash = html.find("script-src 'sha256-") + 19;

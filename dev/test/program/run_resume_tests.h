@@ -1,14 +1,13 @@
 // Tests of what a run keeps: all of its options over a resume, and what was learnt when an error ends it.
 #pragma once
-#include "run_checkpoint_tests.h"  // write_small_corpus
+#include "../../../lib/model/engine.h"
+#include "program.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Options.
 
 // Every option of the table, given at the start, is in force after a bare --resume; but for those of the list.
-TEST(resume_inherits_every_option) {
-    using namespace program;
-    TempFolder folder;
+PROGRAM_TEST(resume_inherits_every_option) {
     const std::set<std::string> not_inherited = {"out",           "resume",     "config", "allow-new-data",
                                                  "profile-steps", "dump-state", "help",   "version"};
     const auto started = [](const Words& words) {
@@ -53,9 +52,7 @@ TEST(resume_inherits_every_option) {
 }
 
 // What decides the bits of a run that nobody gives again, in the whole program: micro-batch, threads, statistics.
-TEST(run_resumed_bare_is_the_run) {
-    using namespace program;
-    TempFolder folder;
+PROGRAM_TEST(run_resumed_bare_is_the_run) {
     Options options = {{"batch", "1"}, {"save-every", "2"}, {"schedule", "constant"}, {"optimizer", "muon"}};
     if (HAVE_BF16) options["cpu-dtype"] = "bf16";
     for (const char* out : {"whole", "parts"}) {
@@ -77,17 +74,20 @@ TEST(run_resumed_bare_is_the_run) {
     CHECK(with_statistics("parts") == std::vector<int64_t>({1, 2, 3, 4}) &&
           with_statistics("whole") == with_statistics("parts"));
     CHECK(resumed.out.find("1 CPU thread each") != std::string::npos);
-    CHECK_REFUSED(run({"--resume", "--out", folder.file("parts"), "--seed", "4"}), 1, "--seed 4", "began with 1337",
-                  "leave --seed out");
+    CHECK_REFUSED(run({"--resume", "--out", folder.file("parts"), "--seed", "4"}), 1, "--seed 4", "1337");
     CHECK_REFUSED(run({"--resume", "--out", folder.file("parts"), "--optimizer", "adamw"}), 1, "--optimizer adamw",
-                  "moments are those of muon", "leave --optimizer out");
+                  "muon");
+    // What is given counts, and what it does to the learning rate is said: linear, from 0.01 to a tenth of it.
+    const Result longer = run({"--resume", "--out", folder.file("parts"), "--steps", "9", "--schedule", "linear"});
+    REQUIRE_GOOD(longer);
+    CHECK(longer.out.find("resume: --steps is 9, was 4") != std::string::npos);
+    CHECK(longer.out.find("the learning rate of step 5 is 5.00e-03, by the earlier options 1.00e-02") !=
+          std::string::npos);
 }
 
 // Other shards under the same names train on only if they are told to, and validate with a word.
-TEST(resume_says_that_validation_has_changed) {
-    using namespace program;
-    TempFolder folder;
-    const std::string val = folder.file("val.bin"), out = folder.file("run");
+PROGRAM_TEST(resume_says_that_validation_has_changed) {
+    const std::string val = folder.file("val.bin");
     write_file(folder.file("train.bin"), shard(random_tokens(64 * 15 + 1, 1)));
     const auto resumes = [&](uint64_t seed, const char* steps) {
         write_file(val, shard(random_tokens(64 * 15 + 1, seed)));
@@ -128,7 +128,7 @@ TEST_LONG(pytorch_repeats_an_update) {
 // What the machine cannot give is said in the line that names the change; what was given with --resume is kept, or
 // refused elsewhere.
 TEST(resume_gives_up_what_the_machine_cannot_give) {
-    const GpuSearch gpus = search_gpus();
+    const GpuSearch gpus = search_by_engine<void>();
     const bool gpu = gpus.count > 0;
     const auto on_two_processors = [&](const std::set<std::string>& given) {
         Config c;
@@ -160,9 +160,7 @@ TEST(resume_gives_up_what_the_machine_cannot_give) {
 
 // run.json may be lost: the newest checkpoint's manifest holds the options. Paths are found from another folder, and
 // the closing command works from there.
-TEST(run_resumed_elsewhere_and_without_run_json) {
-    using namespace program;
-    TempFolder folder;
+PROGRAM_TEST(run_resumed_elsewhere_and_without_run_json) {
     write_small_corpus(folder, "train.bin", 1);
     make_folders(folder.file("elsewhere"));
     const auto in = [&](const std::string& where, const std::string& words) {
@@ -191,11 +189,8 @@ TEST(run_resumed_elsewhere_and_without_run_json) {
 
 // The tokens of a log are those that the loader gave out: after another --total-batch, and after other data, with which
 // the loader's own count begins anew.
-TEST(run_counts_the_tokens_that_it_was_given) {
-    using namespace program;
-    TempFolder folder;
+PROGRAM_TEST(run_counts_the_tokens_that_it_was_given) {
     write_small_corpus(folder, "a.bin", 1), write_small_corpus(folder, "b.bin", 2);
-    const std::string out = folder.file("run");
     const auto resume = [&](const Words& more) {
         REQUIRE_GOOD(run(joined({"--resume", "--out", out}, more)));
         std::vector<double> tokens;
@@ -211,10 +206,8 @@ TEST(run_counts_the_tokens_that_it_was_given) {
 }
 
 // The options of a resume that has no step to do are not the run's from then on.
-TEST(run_resumed_behind_its_end_leaves_run_json) {
-    using namespace program;
-    TempFolder folder;
-    const std::string out = folder.file("run"), json = out + "/run.json";
+PROGRAM_TEST(run_resumed_behind_its_end_leaves_run_json) {
+    const std::string json = out + "/run.json";
     REQUIRE_GOOD(train({{"out", out}, {"steps", "4"}, {"save-every", "2"}}));
     remove_tree(out + "/step_00000004");
     const std::string before = read_file(json);
@@ -230,9 +223,7 @@ TEST(run_resumed_behind_its_end_leaves_run_json) {
 }
 
 // A path through a link and then up is what it is to every other program, and to a resume from another folder.
-TEST(run_follows_links_before_it_goes_up) {
-    using namespace program;
-    TempFolder folder;
+PROGRAM_TEST(run_follows_links_before_it_goes_up) {
     make_folders(folder.file("big/train")), make_folders(folder.file("big/other"));
     make_folders(folder.file("local/other"));
     write_small_corpus(folder, "big/other/x.bin", 1), write_small_corpus(folder, "local/other/x.bin", 2);
@@ -253,9 +244,7 @@ TEST(run_follows_links_before_it_goes_up) {
 }
 
 // A loss that ends above where it began is said, of validation and, where there is none, of training.
-TEST(run_says_that_it_ends_worse_than_it_began) {
-    using namespace program;
-    TempFolder folder;
+PROGRAM_TEST(run_says_that_it_ends_worse_than_it_began) {
     write_small_corpus(folder, "a.bin", 1), write_small_corpus(folder, "b.bin", 2);
     const auto with = [&](const std::string& out, Options more) {
         more["data"] = folder.file("a.bin"), more["out"] = folder.file(out), more["schedule"] = "constant";
@@ -273,9 +262,7 @@ TEST(run_says_that_it_ends_worse_than_it_began) {
 }
 
 // Names with escape sequences do not reach a terminal, whoever prints them.
-TEST(names_on_stdout_hold_no_escapes) {
-    using namespace program;
-    TempFolder folder;
+PROGRAM_TEST(names_on_stdout_hold_no_escapes) {
     const std::string odd = folder.file("a\x1b[31m\nb"), text = odd + "/t.txt", out = odd + "/run", shards = odd + "/s";
     make_folders(odd);
     write_file(text, std::string(3000, 'a') + " and b, and c");
@@ -308,9 +295,7 @@ TEST(names_on_stdout_hold_no_escapes) {
 }
 
 // A path may have any bytes: it is found again by a resume and by the verbs, and what shows it is UTF-8.
-TEST(run_takes_paths_that_are_no_utf8) {
-    using namespace program;
-    TempFolder folder;
+PROGRAM_TEST(run_takes_paths_that_are_no_utf8) {
     const std::string odd = folder.file("d\xe9t \xff'\x1b"), out = odd + "/run", name = "d\xe9t \xff'\x1b/x.bin";
     make_folders(odd);
     write_small_corpus(folder, name, 1), write_small_corpus(folder, "b.bin", 2);
@@ -342,9 +327,7 @@ TEST(run_takes_paths_that_are_no_utf8) {
 }
 
 // --init-from brings the model's shape; only what was given can contradict it.
-TEST(run_begins_with_the_shape_of_the_weights) {
-    using namespace program;
-    TempFolder folder;
+PROGRAM_TEST(run_begins_with_the_shape_of_the_weights) {
     REQUIRE_GOOD(train({{"out", folder.file("first")}}));
     const Words second = {"--init-from=" + folder.file("first"), "--out=" + folder.file("second"), "--steps=0"};
     const Result r = run(second);
@@ -373,9 +356,7 @@ TEST(run_begins_with_the_shape_of_the_weights) {
 // Errors that end a run.
 
 // A token outside the vocabulary is found before step 1, wherever it is.
-TEST(run_bad_token_is_named_before_the_first_step) {
-    using namespace program;
-    TempFolder folder;
+PROGRAM_TEST(run_bad_token_is_named_before_the_first_step) {
     const std::string file = folder.file("train.bin"), good = folder.file("good.bin");
     std::vector<uint16_t> tokens = random_tokens(3000000, 1);
     write_file(good, shard(std::vector<uint16_t>(tokens.begin(), tokens.begin() + 1000)));
@@ -409,9 +390,7 @@ struct ShardDamage {
 
 // A shard that is cut off or damaged in the middle of a run without --save-every: what was learnt is saved, on one rank
 // and on two, and the run goes on from there.
-TEST(run_bad_data_in_the_middle_keeps_what_was_learnt) {
-    using namespace program;
-    TempFolder folder;
+PROGRAM_TEST(run_bad_data_in_the_middle_keeps_what_was_learnt) {
     const std::string file = folder.file("train.bin"), whole = shard(random_tokens(64 * 4000 + 1, 1));
     const std::string mpirun = find_mpirun("bad data on two ranks");
     for (const int ranks : {1, 2}) {
@@ -451,10 +430,7 @@ TEST(run_bad_data_in_the_middle_keeps_what_was_learnt) {
 
 // Weights that grow without bounds: each step multiplies them by 1 - lr * decay = -99, until products overflow. The
 // last ones that were good are kept, and nothing is removed for them.
-TEST(run_bad_numbers_keep_what_was_learnt) {
-    using namespace program;
-    TempFolder folder;
-    const std::string out = folder.file("run");
+PROGRAM_TEST(run_bad_numbers_keep_what_was_learnt) {
     const Result r = train({{"out", out},
                             {"steps", "100"},
                             {"lr", "10"},
@@ -471,9 +447,7 @@ TEST(run_bad_numbers_keep_what_was_learnt) {
 }
 
 // A sample that cannot be made, here one of more than a terabyte of keys and values, is a warning and not the end.
-TEST(run_goes_on_without_a_sample) {
-    using namespace program;
-    TempFolder folder;
+PROGRAM_TEST(run_goes_on_without_a_sample) {
     const Result r = train({{"out", folder.path},
                             {"layers", "100"},
                             {"heads", "1"},

@@ -125,10 +125,8 @@ TEST_LONG(stop_signals_at_any_time_two_ranks) {
 }
 
 // A signal during validation is not kept waiting: what was learnt is saved, and the resume does the rest.
-TEST(stop_signal_leaves_validation) {
-    using namespace program;
+PROGRAM_TEST(stop_signal_leaves_validation) {
     const std::string mpirun = find_mpirun("a stop during the validation of 2 ranks");
-    TempFolder folder;
     for (const int ranks : {1, 2}) {
         if (ranks == 2 && mpirun.empty()) continue;
         const std::string out = folder.file("run" + std::to_string(ranks));
@@ -163,9 +161,7 @@ TEST(stop_signal_leaves_validation) {
 
 // A validation in the middle of a run that a signal ends, in any of its sets, is made up for: every line is there,
 // once, and the checkpoint knows its loss.
-TEST(stop_signal_in_a_validation_is_made_up_for) {
-    using namespace program;
-    TempFolder folder;
+PROGRAM_TEST(stop_signal_in_a_validation_is_made_up_for) {
     for (const char* when : {"step 0002 | loss", "val loss"}) {
         const std::string out = folder.file("run");
         std::filesystem::remove_all(out);

@@ -1,0 +1,324 @@
+// refusal_tests.h: what the built ./train_nsa refuses: a row a command, with its exit status and what the one line on
+// stderr must name so that its reader knows what to do.
+#pragma once
+#include "../data/tokenize_tests.h"  // GZIP_TEXT
+#include "program.h"
+
+namespace refusals {
+using namespace program;
+
+// @/ is the test's own folder, everywhere in a row. Options behind `small` replace those of the smallest model, which
+// would train in @/refused.
+struct Refusal {
+    std::string command;
+    int status;
+    Words named;
+};
+
+struct Scene : TempFolder {
+    std::string place(std::string text) const {
+        for (size_t at = 0; (at = text.find("@/", at)) != std::string::npos;) text.replace(at, 1, path);
+        return text;
+    }
+    // Words are what blanks part.
+    Words words_of_command(const std::string& command) const {
+        Words words;
+        std::istringstream in(place(command));
+        for (std::string word; in >> word;) words.push_back(word);
+        if (words.empty() || words[0] != "small") return words;
+        Options options = {{"out", file("refused")}};
+        for (size_t i = 1; i < words.size(); i++) {
+            const size_t equals = words[i].find('=');
+            options[words[i].substr(2, equals - 2)] = words[i].substr(equals + 1);
+        }
+        return small_words(options);
+    }
+    Result run(const std::string& command, const Start& start = {}) const {
+        return program::run(words_of_command(command), start);
+    }
+    // None of them leaves anything of a run.
+    void check(const std::vector<Refusal>& cases, const Start& start = {}) const {
+        for (const Refusal& c : cases) {
+            Words named;
+            for (const std::string& word : c.named) named.push_back(place(word));
+            const std::string fault = refusal_fault(run(c.command, start), c.status, named);
+            tests().checks++;
+            if (!fault.empty()) check_failed(__FILE__, __LINE__, "%s: %s", c.command.c_str(), fault.c_str());
+            if (file_exists(file("refused"))) check_failed(__FILE__, __LINE__, "%s began a run", c.command.c_str());
+        }
+    }
+    void write(const std::string& name, const std::string& bytes) const { write_file(file(name), bytes); }
+};
+
+}  // namespace refusals
+
+TEST(refusals_of_usage) {
+    using namespace refusals;
+    const Scene scene;
+    for (const char* name : {"a.bin", "b.bin", "a.txt", "a.png"}) scene.write(name, "words");
+    scene.check({
+        {"--learning-rate 1", 2, {" --lr?"}},
+        {"--batch-size=8", 2, {" --batch?"}},
+        {"--block_size 8", 2, {" --seq-len?"}},
+        {"--max-steps 8", 2, {" --steps?"}},
+        {"--input x", 2, {" --data?"}},
+        {"tokenize --input x", 2, {" --in?"}},
+        {"export --to x", 2, {" --out?"}},
+        {"sample --max-new-tokens 8", 2, {" --tokens?"}},
+        {"--qwertyuiop 2", 2, {"--qwertyuiop", "--help"}},
+        {"--steps", 2, {"--steps", "value"}},
+        {"--steps --resume", 2, {"--steps", "value"}},
+        {"--steps 1 --steps=2", 2, {"--steps", "twice"}},
+        {"sample --steps 1", 2, {"--steps", "'sample'"}},
+        {"tokenize --from x", 2, {"--from", "'tokenize'"}},
+        {"fly", 2, {"'fly'", "verb"}},
+        {"help fly", 2, {"'fly'", "help"}},
+        {"train steps", 2, {"'steps'", "option"}},
+        {"-s 1", 2, {"'-s'", "option"}},
+        {"--steps 1 eval", 2, {"'eval'", "verb"}},
+        {"--resume=perhaps", 2, {"--resume"}},
+        {"sample", 2, {"--from"}},
+        {"eval", 2, {"--from"}},
+        {"tokenize --out x", 2, {"--in"}},
+        {"tokenize --in x.txt", 2, {"--out"}},
+        {"tokenize --in @/a.txt --out @/t", 2, {"--vocab-dir"}},
+        {"tokenize --in @/a.png --out @/t --tokenizer bytes", 2, {"--in", "a.png"}},
+        {"tokenize --in @/nofile --out @/t", 1, {"@/nofile"}},
+        {"small --out= --data=@/none", 2, {"--out"}},
+        // A pattern without quotes, which the shell has turned into a list of files.
+        {"--data @/a.bin @/b.bin", 2, {"'@/b.bin'", "quotes", "--data '"}},
+        {"--val-data=@/a.bin @/b.bin", 2, {"'@/b.bin'", "quotes", "--val-data '"}},
+        {"eval --from x --val-data @/a.bin @/b.bin", 2, {"quotes", "--val-data '"}},
+        {"tokenize --in=@/a.bin @/b.bin", 2, {"quotes", "--in '"}},
+        // What the shell expands only without quotes.
+        {"--data ~/a_*.bin", 2, {"~", "$HOME"}},
+        {"--data=~", 2, {"~", "$HOME"}},
+        {"--data a.bin:3,~/b.bin", 2, {"~", "$HOME"}},
+        {"--val-data web=~someone/a_*.bin", 2, {"~", "$HOME"}},
+        {"--out ~/x", 2, {"~", "$HOME"}},
+        {"--resume ~/x", 2, {"~", "$HOME"}},
+        {"sample --prompt-file a ~/b", 2, {"~", "$HOME"}},
+        {"tokenize --in=~/a.txt --out x", 2, {"~", "$HOME"}},
+        {"--data d/{a,b}_*.bin", 2, {"--data", "braces"}},
+        {"--data d/a_{1..3}.bin", 2, {"--data", "braces"}},
+        {"--val-data web=d/{a,b}_*.bin", 2, {"--val-data", "braces"}},
+        {"tokenize --in {a,b}.txt --out x", 2, {"--in", "braces"}},
+        {"tokenize --in --a.txt", 2, {"--in=--a.txt"}},
+        {"vocabulary --in @/a.txt --size 256 --out @/t", 2, {"--size", "256"}},
+        {"vocabulary --in @/a.txt --size 65537 --out @/t", 2, {"--size", "65537"}},
+        {"vocabulary --in @/a.txt --size 0x200 --out @/t", 2, {"--size", "0x200"}},
+        {"vocabulary --size 300 --out @/t", 2, {"--in"}},
+        {"vocabulary --in @/a.txt --vocab-dir @/t", 2, {"--vocab-dir"}},
+    });
+    CHECK_REFUSED(run({""}), 2, "''", "verb");
+    CHECK_REFUSED(run({"sample", "--from", "x", "--prompt", "--help me"}), 2, "--prompt='--help me'");
+    CHECK(!file_exists("~") && glob_files(scene.file("t*")).empty());
+    // Nothing is suggested where it would make no sense.
+    CHECK_EQUAL(scene.run("--qwertyuiop 2").err.find("did you mean"), std::string::npos);
+    for (const char* command : {"--data @/a.bin @/none.bin", "--steps 1 @/a.bin"})
+        CHECK_EQUAL(scene.run(command).err.find("quotes"), std::string::npos);
+    for (const char* command : {"--steps --resume", "--schedule --lr", "sample --prompt"})
+        CHECK_EQUAL(scene.run(command).err.find("="), std::string::npos);
+}
+
+TEST(refusals_of_options_that_do_not_go_together) {
+    using namespace refusals;
+    const Scene scene;
+    scene.write("notes.txt", "mine"), scene.write("file", ""), make_folders(scene.file("dir"));
+    REQUIRE_GOOD(scene.run("small --attention=full --steps=1 --out=@/full"));
+    scene.check({
+        {"small --heads=3 --kv-groups=2", 2, {"--heads 3", "--kv-groups 2"}},
+        {"small --heads=2 --kv-groups=4", 2, {"--heads 2", "--kv-groups 4"}},
+        {"small --head-dim=9", 2, {"--head-dim 9"}},
+        {"small --cmp-block=10", 2, {"--cmp-block 10", "--cmp-stride 4"}},
+        {"small --cmp-block=4 --cmp-stride=8", 2, {"--cmp-block 4", "--cmp-stride 8"}},
+        {"small --slc-block=10", 2, {"--slc-block 10", "--cmp-stride 4"}},
+        {"small --slc-count=2", 2, {"--slc-count", "2"}},
+        {"small --total-batch=100", 2, {"--total-batch 100", "--seq-len 64"}},
+        {"small --total-batch=32", 2, {"--total-batch 32", "--seq-len 64"}},
+        {"small --total-batch=192", 2, {"--total-batch 192", "--batch 2"}},
+        {"small --stall-timeout=0.5", 2, {"--stall-timeout 0.5", "at least 1"}},
+        {"small --batch=1 --dump-state=@/state", 2, {"--dump-state", "--total-batch 128", "--batch 1"}},
+        {"small --dump-state=@/notes.txt", 1, {"--dump-state @/notes.txt"}},
+        {"small --dump-state=@/dir", 1, {"--dump-state @/dir"}},
+        {"small --dump-state=@/none/state", 1, {"@/none/state"}},
+        {"small --out=@/file", 1, {"@/file"}},
+        {"small --out=@/file/run", 1, {"@/file/run"}},
+        {"small --allow-new-data=1", 2, {"--allow-new-data", "--resume"}},
+        // Of NSA alone, or of a window; a run.json has every option, whether or not its run used it.
+        {"--attention full --window 4 --out @/refused", 2, {"--window", "--attention full"}},
+        {"--attention full --cmp-block 4 --out @/refused", 2, {"--cmp-block", "--attention full"}},
+        {"--attention full --cmp-stride 4 --out @/refused", 2, {"--cmp-stride", "--attention full"}},
+        {"--attention full --slc-block 4 --out @/refused", 2, {"--slc-block", "--attention full"}},
+        {"--attention full --slc-count 4 --out @/refused", 2, {"--slc-count", "--attention full"}},
+        {"--attention full --phi-hidden 4 --out @/refused", 2, {"--phi-hidden", "--attention full"}},
+        {"--config @/full/run.json --out @/refused --window 9", 2, {"--window", "--attention full"}},
+        {"--attention window --slc-count 4 --out @/refused", 2, {"--slc-count", "window"}},
+        {"--attention full,window --slc-count 4 --out @/refused", 2, {"--slc-count", "full,window"}},
+        {"--attention window,window,full --out @/refused", 2, {"--layers is 2"}},
+        {"--attention= --out @/refused", 2, {"--attention", "window,nsa"}},
+        {"--attention dense --out @/refused", 2, {"--attention", "window,nsa"}},
+        {"--attention nsa, --out @/refused", 2, {"--attention", "window,nsa"}},
+        {"--attention ,nsa --out @/refused", 2, {"--attention", "window,nsa"}},
+        {"--attention nsa,,full --out @/refused", 2, {"--attention", "window,nsa"}},
+        {"--attention window,nsa,dense --out @/refused", 2, {"--attention", "window,nsa"}},
+        // Of a GPU, which these tests hide.
+        {"small --device=cuda", 2, {"--device cuda"}},
+        {"check --device cuda", 2, {"--device cuda"}},
+        {"sample --from @/full --device cuda", 2, {"--device cuda"}},
+        {"eval --from @/full --val-data synthetic --device cuda", 2, {"--device cuda"}},
+    });
+    CHECK_EQUAL(read_file(scene.file("notes.txt")), std::string("mine"));
+    CHECK(!file_exists(scene.file("state")));
+}
+
+// Sizes that no machine holds are refused by name before the memory is asked for, not with std::bad_alloc or an
+// overflow.
+TEST(refusals_of_sizes_beyond_any_machine) {
+    using namespace refusals;
+    const Scene scene;
+    scene.write("train.bin", shard(random_tokens(1000, 1)));
+    Start start;
+    start.seconds = 20;
+#if defined(__SANITIZE_ADDRESS__)  // which reserves terabytes of addresses for itself
+    start.environment = {"ASAN_OPTIONS=allocator_may_return_null=1:detect_leaks=0"};
+#else
+    start.address_space = uint64_t(8) << 30;
+#endif
+    for (const auto& [command, named] : {
+             std::pair("small --eval-batches=1000000000000", "--eval-batches"),
+             {"small --eval-batches=1000000000000 --total-batch=64000000000", "--"},
+             {"small --batch=64000 --seq-len=1000000 --total-batch=64000000000 --eval-batches=1", "--"},
+             {"small --layers=1000 --dim=64000", "--"},
+             {"small --batch=64 --total-batch=4096 --data=@/train.bin", "--total-batch"},
+         }) {
+        const Result r = scene.run(command, start);
+        CHECK(r.status == 1 || r.status == 2);
+        CHECK_REFUSED(r, r.status, named);
+    }
+    CHECK(!file_exists(scene.file("refused")));
+}
+
+TEST(refusals_of_bad_training_data) {
+    using namespace refusals;
+    const Scene scene;
+    const std::string good = shard(random_tokens(1000, 1));
+    std::vector<uint16_t> tokens = random_tokens(193, 2);
+    tokens[100] = 256;  // outside the vocabulary, in any order of the three samples
+    make_folders(scene.file("dir"));
+    scene.write("good.bin", good), scene.write("token.bin", shard(tokens));
+    scene.write("cut.bin", good.substr(0, good.size() - 1));
+    scene.write("text.bin", "It was a dark and stormy night."), scene.write("packed.gz", GZIP_TEXT);
+    scene.write("gpt2.bin", shard(random_tokens(1000, 1), 50257));
+    for (const int n : {30, 64, 128}) scene.write(format_text("%d.bin", n), shard(random_tokens(size_t(n), 3)));
+    scene.check({
+        {"small --data=@/none_*.bin", 1, {"--data", "@/none_*.bin"}},
+        {"small --data=", 2, {"--data"}},
+        {"small --data=@/good.bin --val-data=@/none_*.bin", 1, {"--val-data", "@/none_*.bin"}},
+        {"small --data=@/cut.bin", 1, {"@/cut.bin", "byte 8"}},
+        {"small --data=@/text.bin", 1, {"@/text.bin", "tokenize"}},
+        {"small --data=@/dir", 1, {"@/dir", "folder", "/*_train_*.bin'"}},
+        {"small --data=@/packed.gz", 1, {"packed.gz", "gzip"}},
+        {"small --data=@/good.bin --val-data=@/gpt2.bin", 1, {"@/gpt2.bin", "50257", "256"}},
+        {"small --data=@/token.bin --batch=1 --total-batch=64", 1, {"@/token.bin", "token 256", "byte 1224"}},
+        {"small --data=@/good.bin --val-data=@/token.bin --batch=1", 1, {"@/token.bin", "byte 1224"}},
+        {"small --data=@/64.bin", 1, {"--data", "64", "--seq-len"}},
+        {"small --data=@/128.bin", 1, {"--data", "128", "--total-batch"}},  // one sample, the step needs two
+        {"small --data=@/good.bin --val-data=@/30.bin", 1, {"--val-data"}},
+        // The same file for both, under whatever name.
+        {"small --data=@/good.bin --val-data=@/good.bin", 2, {"@/good.bin", "training"}},
+        {"small --data=@/goo*.bin --val-data=@/good.bin", 2, {"@/good.bin"}},
+        // The built-in corpus is bytes; a model of GPT-2's tokens would take them as other words.
+        {"small --data=@/good.bin --val-data=synthetic --tokenizer=gpt2", 2, {"--val-data synthetic", "gpt2"}},
+    });
+    // One sample is enough to validate with: the rest of the micro-batch is not counted.
+    REQUIRE_GOOD(scene.run("small --data=@/good.bin --val-data=@/128.bin --steps=1 --out=@/one"));
+    CHECK_EQUAL(logged(scene.file("one"), "val_tokens")[0], 64.0);
+}
+
+TEST(refusals_of_bad_input_of_tokenize) {
+    using namespace refusals;
+    const Scene scene;
+    scene.write("empty.txt", ""), scene.write("words.txt", "words"), make_folders(scene.file("dir"));
+    scene.write("number.jsonl", "{\"text\": \"one\"}\n{\"text\": 2}\n");
+    scene.write("key.jsonl", "{\"text\": \"one\"}\n\n{\"txt\": \"three\"}\n");
+    scene.write("open.jsonl", "{\"text\": \"one\"");
+    scene.write("utf16.txt", std::string("\xFF\xFEw\0", 4));
+    scene.write("utf16.jsonl", std::string("\xFE\xFF\0{", 4));
+    scene.write("little.txt", std::string("w\0o\0r\0d\0s\0", 10));
+    scene.write("big.txt", std::string("\0w\0o\0r\0d\0s", 10));
+    const std::string tokenize = "tokenize --tokenizer bytes --threads 1 --out @/shards --in ";
+    scene.check({
+        {tokenize + "@/empty.txt", 1, {"--in", "empty.txt"}},
+        {tokenize + "@/number.jsonl", 1, {"number.jsonl", "line 2"}},
+        {tokenize + "@/key.jsonl", 1, {"key.jsonl", "line 3", "text"}},
+        {tokenize + "@/open.jsonl", 1, {"open.jsonl", "line 1", "byte 14"}},
+        {tokenize + "@/utf16.txt", 1, {"utf16.txt", "UTF-16", "iconv"}},
+        {tokenize + "@/utf16.jsonl", 1, {"utf16.jsonl", "UTF-16", "iconv"}},
+        {tokenize + "@/little.txt", 1, {"UTF-16LE", "iconv"}},
+        {tokenize + "@/big.txt", 1, {"UTF-16BE", "iconv"}},
+        {tokenize + "@/words.txt --split-documents \\q", 2, {"--split-documents"}},
+        {tokenize + "@/none.txt", 1, {"none.txt"}},
+        {"tokenize --in @/words.txt --out @/shards --vocab-dir @/none", 1, {"@/none"}},
+        {"tokenize --in @/words.txt --out @/shards --vocab-dir @/dir", 1, {"@/dir"}},
+    });
+    CHECK(glob_files(scene.file("shards*")).empty());
+    CHECK_EQUAL(scene.run(tokenize + "@/words.txt").status, 0);
+    scene.check({{tokenize + "@/words.txt", 1, {"--out", "@/shards_train_000001.bin"}}});
+}
+
+// Another model or other data than the checkpoint's, and runs that are none.
+TEST(refusals_of_resumes_and_beginnings) {
+    using namespace refusals;
+    const Scene scene;
+    scene.write("train.bin", shard(random_tokens(64 * 15 + 1, 1, 64)));
+    scene.write("other.bin", shard(random_tokens(64 * 15 + 1, 2, 64)));  // as many tokens, but others
+    scene.write("longer.bin", shard(random_tokens(64 * 20, 3, 64)));
+    REQUIRE_GOOD(scene.run("small --data=@/train.bin --out=@/run"));
+    REQUIRE_GOOD(scene.run("small --tokenizer=gpt2 --steps=1 --out=@/gpt2"));
+    const std::string options = read_file(scene.file("run/run.json")),
+                      resume = "small --data=@/train.bin --out=@/run --resume=on --steps=3 ",
+                      begin = "small --init-from=@/run ";
+    scene.check({
+        {resume + "--layers=2", 1, {"@/run", "layers", "2"}},
+        {resume + "--dim=32", 1, {"@/run", "dim", "32"}},
+        {resume + "--heads=4", 1, {"@/run", "heads", "4"}},
+        {resume + "--heads=4 --kv-groups=2", 1, {"@/run"}},
+        {resume + "--head-dim=16", 1, {"@/run", "head_dim", "16"}},
+        {resume + "--cmp-block=12", 1, {"@/run", "cmp_block", "12"}},
+        {resume + "--cmp-stride=8", 1, {"@/run", "cmp_stride", "8"}},
+        {resume + "--slc-block=16", 1, {"@/run", "slc_block", "16"}},
+        {resume + "--slc-count=5", 1, {"@/run", "slc_count", "5"}},
+        {resume + "--window=17", 1, {"@/run", "window", "17"}},
+        {resume + "--phi-hidden=9", 1, {"@/run", "phi_hidden", "9"}},
+        {resume + "--mlp-hidden=33", 1, {"@/run", "mlp_hidden", "33"}},
+        {resume + "--attention=full", 1, {"@/run", "attention", "full"}},
+        {resume + "--smear=on", 1, {"@/run", "smear", "on"}},
+        {resume + "--head=untied", 1, {"@/run", "head", "untied"}},
+        {resume + "--seq-len=32", 1, {"seq_len", "64", "32"}},
+        {resume + "--data=@/longer.bin", 1, {"--data", "corpus"}},
+        {resume + "--data=synthetic", 1, {"--data", "corpus"}},
+        {resume + "--data=@/other.bin", 1, {"--data"}},
+        {begin + "--layers=3", 1, {"@/run", "layers", "3"}},
+        {"small --init-from=@/none", 1, {"none"}},
+        {"small --init-from=@/run/run.json", 1, {"--init-from", "file"}},
+        {"sample @/run --from @/run", 2, {"--from", "twice"}},
+        {"sample --from @/run @/run", 2, {"option"}},
+        {"sample @/train.bin", 2, {"option"}},
+        {"sample @/none", 1, {"--from @/none"}},
+        {"--steps 3 @/run", 2, {"option"}},
+        {"eval --from @/run --val-data @/none*", 1, {"--val-data", "@/none*"}},
+        {"eval --from @/run", 2, {"--val-data"}},
+        {"eval --from @/gpt2 --val-data synthetic", 2, {"--val-data synthetic", "gpt2"}},
+        {"sample --from @/gpt2", 2, {"--vocab-dir"}},
+        {"sample --from @/gpt2 --vocab-dir @/none", 1, {"@/none"}},
+        {"sample --from @/run --prompt x --prompt-file @/train.bin", 2, {"--prompt", "--prompt-file"}},
+        {"sample --from @/run --prompt-file @/none", 1, {"@/none"}},
+        {"sample --from @/run --prompt-file @/gpt2", 1, {"@/gpt2", "folder"}},
+        {"sample --from @/run --interactive --prompt x", 2, {"--interactive", "--prompt"}},
+    });
+    // What is refused leaves everything as it was.
+    CHECK_EQUAL(read_file(scene.file("run/run.json")), options);
+    CHECK(!file_exists(scene.file("run/step_00000003")) && !file_exists(scene.file("run.1")));
+    REQUIRE_GOOD(scene.run(resume));
+}

@@ -1,0 +1,22 @@
+// program_tests.cpp: the tests of data, files and the built ./train_nsa. They need neither the model nor an engine, so
+// that a change of either compiles none of them, and a change of theirs no kernel. Linked into build/tests beside
+// tests.cu.
+#include "data/tokenizer_tests.h"
+#include "data/tokenize_tests.h"
+#include "data/data_tests.h"
+#include "data/mixture_tests.h"
+#include "data/fuzz_tests.h"
+#include "program/util_tests.h"
+#include "program/refusal_tests.h"
+#include "program/run_option_tests.h"
+#include "program/scenario_tests.h"
+#include "program/run_checkpoint_tests.h"
+#include "program/run_resume_tests.h"
+#include "program/run_file_tests.h"
+#include "program/report_tests.h"
+#include "program/run_tests.h"
+#include "program/fault_tests.h"
+#include "program/stop_tests.h"
+#include "program/run_limit_tests.h"
+#include "program/checkpoint_tests.h"
+#include "program/script_tests.h"
