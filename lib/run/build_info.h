@@ -59,37 +59,7 @@ inline std::string mpi_name() {
 #endif
 }
 
-// What `check` says of the program and its machine. engine: the one for devices; device: a line about the one in use
-// or ""; not_used: why none is; mpi: the library's name and version, or "".
-struct BuildInfo {
-    EngineInfo engine;
-    Versions versions;  // of the engine's libraries
-    std::string device, not_used, mpi;
-    int threads = 1, processors = 1;
-    bool gpu = false;
-    double available_bytes = 0;
-};
-
 inline const char* tick(bool there) { return there ? "\u2713" : "\u2717"; }
-
-// Prints a line for each part, with a tick or a cross.
-inline void print_build(const BuildInfo& r) {
-    std::printf("%s version      %s\n", tick(true), version_text());
-    std::printf("%s compiler     %s, vectors of %d bytes\n", tick(true), compiler_name().c_str(), VECTOR_BYTES);
-    std::printf("%s CPU engine   %d of %d usable processors\n", tick(true), r.threads, r.processors);
-    std::printf("%s %-12s %s%s\n", tick(r.gpu), (r.engine.name + " engine").c_str(),
-                r.gpu ? "" : "not used: ", r.gpu ? r.device.c_str() : r.not_used.c_str());
-    std::printf("%s MPI          %s\n", tick(!r.mpi.empty()),
-                r.mpi.empty() ? "not in this build: one process only; make deps && make train_nsa" : r.mpi.c_str());
-    if (r.engine.collective.empty() && !r.engine.format.empty())
-        std::printf("  gradients    of several devices travel through the host, because %s\n",
-                    r.engine.no_collective.c_str());
-    if (!r.engine.attention_kernels.empty())
-        std::printf("  attention    --attention-kernel auto, %s\n",
-                    joined_words(r.engine.attention_kernels, ", ").c_str());
-    for (const auto& [name, version] : r.versions) std::printf("  %-12s %s\n", name, version.c_str());
-    std::printf("  memory       %.0f MiB available\n", r.available_bytes / (1 << 20));
-}
 
 // --version: one line each. mpi: the MPI library's name, "" without one; pmi: what Slurm's srun has to offer it.
 inline void print_version(const EngineInfo& engine, const std::string& mpi, const std::string& pmi) {

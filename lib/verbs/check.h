@@ -128,27 +128,33 @@ void print_linear_layers(const std::string& preset, Dev& dev, std::FILE* out = s
             std::fprintf(out, "  %-12s %s\n", layer.name, text.c_str());
 }
 
-// What `check` says of this device and its machine; the engine in use adds its own.
-inline BuildInfo find_build_info(const Device& device, const std::string& mpi) {
-    BuildInfo r;
-    r.engine = device.engine;
-    r.not_used = device.reason;
-    r.mpi = mpi;
-    r.threads = device.threads;
-    r.processors = usable_processors();
-    r.gpu = device.gpu;
-    r.available_bytes = host_bytes_available();
-    return r;
+// A line for each part of the program and its machine, with a tick or a cross. in_use: what the engine in use says of
+// itself; libraries: those of the engine for devices.
+inline void print_build(const Device& d, const std::string& in_use, const Versions& libraries) {
+    const EngineInfo& engine = d.engine;
+    const std::string mpi = mpi_name();
+    print_check(true, "version      %s", version_text());
+    print_check(true, "compiler     %s, vectors of %d bytes", compiler_name().c_str(), VECTOR_BYTES);
+    print_check(true, "CPU engine   %d of %d usable processors", d.threads, usable_processors());
+    print_check(d.gpu, "%-12s %s%s", (engine.name + " engine").c_str(),
+                d.gpu ? "" : "not used: ", d.gpu ? in_use.c_str() : d.reason.c_str());
+    print_check(!mpi.empty(), "MPI          %s",
+                mpi.empty() ? "not in this build: one process only; make deps && make train_nsa" : mpi.c_str());
+    if (engine.collective.empty() && !engine.format.empty())
+        std::printf("  gradients    of several devices travel through the host, because %s\n",
+                    engine.no_collective.c_str());
+    if (!engine.attention_kernels.empty())
+        std::printf("  attention    --attention-kernel auto, %s\n",
+                    joined_words(engine.attention_kernels, ", ").c_str());
+    for (const auto& [name, version] : libraries) std::printf("  %-12s %s\n", name, version.c_str());
+    std::printf("  memory       %.0f MiB available\n", host_bytes_available() / (1 << 20));
 }
 
 inline int run_check(const Config& c, World& world) {
     const Device device = choose_device(c, world, search_gpus());
-    BuildInfo r = find_build_info(device, mpi_name());
-    r.versions = versions_of_engine<DeviceEngine>();
     bool data_are_good = false;
     with_engine(device, world, [&](auto& dev, const GradientPath&) {
-        r.device = dev.describe();
-        print_build(r);
+        print_build(device, dev.describe(), versions_of_engine<DeviceEngine>());
         data_are_good = check_data(c.vocab_dir);
         print_needs(c.model, dev);
         print_linear_layers(c.model, dev);
