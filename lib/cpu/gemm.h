@@ -43,6 +43,11 @@ template <class T, class Element>
 inline T multiply_add(T sum, Element x, T y) {
     return sum + x * y;
 }
+#if defined(__FMA__) || defined(__aarch64__)
+// Rounded once, as in vectors. Left to it, the compiler does so for some numbers of rows and not for others.
+inline float multiply_add(float sum, float x, float y) { return std::fma(x, y, sum); }
+inline double multiply_add(double sum, double x, double y) { return std::fma(x, y, sum); }
+#endif
 inline float multiply_add(float sum, Bf16Pair x, Bf16Pair y) {
     return sum + from_bf16(x.first) * from_bf16(y.first) + from_bf16(x.second) * from_bf16(y.second);
 }

@@ -14,7 +14,8 @@ TEST(decoding_has_the_bits_of_the_forward_pass_up_to_4096_tokens) {
     check_decoding(dev, config_of(DECODED), 0);
 }
 TEST(decoding_has_the_bits_of_the_forward_pass_in_other_layers) {
-    for (const char* layers : {"full", "window,full", "window,nsa", "nsa,full,window --layers 4"}) {
+    for (const char* layers :
+         {"full", "window,full", "window,nsa", "nsa,full,window --layers 4", "nsa --head-dim 20"}) {
         SelectionRecorder<Cpu<float>> dev;
         check_decoding(dev, config_of(std::string(DECODED) + "--seq-len 1024 --attention " + layers), 0);
     }
