@@ -14,7 +14,6 @@
 // turns them into the shapes of the attention. Ranks are in lib/run/world.h, the sum of their gradients in ddp.cuh,
 // token shards in dataloader.h, text in tokenizer.h, and all that is not about the model in lib/: the start of a run in
 // lib/run/start.h, checkpoints in lib/run/checkpoint.h. Only lib/verbs calls what stands here.
-#include <set>
 #include <string>
 #include <vector>
 
@@ -1145,12 +1144,11 @@ struct Run {
 
 // Does all that comes before the first step.
 template <class Dev>
-void begin_run(Run<Dev>& run, const Config& c, const Device& device, const GradientPath& path,
-               const std::set<std::string>& given, bool memory_is_tight) {
+void begin_run(Run<Dev>& run, const Config& c, const Device& device, const GradientPath& path, bool memory_is_tight) {
     const World& world = run.world;
     Model<Dev>& model = run.model;
     const Versions libraries = library_versions(versions_of_engine<DeviceEngine>());
-    const RunStart start = open_run(c, given, world, device, path, model.table, model.partition, run.data, libraries);
+    const RunStart start = open_run(c, world, device, path, model.table, model.partition, run.data, libraries);
     model.watchdog = &world.watchdog;
     model.note_phase("start");
     run.reducer = make_reducer(run.dev, world, model.partition, model.grads,
@@ -1183,11 +1181,10 @@ void print_end(Run<Dev>& run) {
 
 // Returns the program's exit status.
 template <class Dev>
-int train_run(Run<Dev>& run, const Config& c, const Device& device, const GradientPath& path,
-              const std::set<std::string>& given, bool memory_is_tight) {
-    begin_run(run, c, device, path, given, memory_is_tight);
+int train_run(Run<Dev>& run, const Config& c, const Device& device, const GradientPath& path, bool memory_is_tight) {
+    begin_run(run, c, device, path, memory_is_tight);
     if (!c.dump_state.empty()) {
-        dump_first_batch(c, run.model, *run.activations, *run.data.train, given);
+        dump_first_batch(c, run.model, *run.activations, *run.data.train);
         return 0;
     }
     const int64_t first_step = run.state.step;
@@ -1212,15 +1209,15 @@ int train_run(Run<Dev>& run, const Config& c, const Device& device, const Gradie
 // ---------------------------------------------------------------------------------------------------------------------
 // Verbs.
 
-static int run_train(Config& c, const std::set<std::string>& on_command_line, World& world) {
-    const std::set<std::string> given = complete_options(c, on_command_line);
+static int run_train(Config& c, World& world) {
+    complete_options(c);
     std::unique_ptr<Tokenizer> tokenizer = Tokenizer::find(c.tokenizer, c.vocab_dir);
     if (tokenizer) c.vocab_digest = tokenizer->digest();
     world.watchdog.start(c.stall_timeout, world.size);
     const GpuSearch gpus = search_gpus();
-    drop_unsupported_options(c, on_command_line, count_threads(world), gpus);
+    drop_unsupported_options(c, count_threads(world), gpus);
     Device device = choose_device(c, world, gpus);
-    resolve_batch(c, given, world.size, device.gpu);
+    resolve_batch(c, world.size, device.gpu);
     validate_run(c, world.size);
     finish_when_asked(world.rank, world.size);
     int status = 0;
@@ -1228,31 +1225,30 @@ static int run_train(Config& c, const std::set<std::string>& on_command_line, Wo
         dev.check_shape(shape_of(c, c.batch, c.seq_len));
         device.description = dev.describe();
         device.peak_flops = dev.peak_flops();
-        const bool tight = require_memory(dev, c, world, given.count("batch"));
-        if (world.rank == 0) warn_of_doubtful_options(c, on_command_line);
+        const bool tight = require_memory(dev, c, world, c.is_given("batch"));
+        if (world.rank == 0) warn_of_doubtful_options(c);
         Run run(dev, c, world, std::move(tokenizer), manifest_json(c));
-        const auto train = [&] { return train_run(run, c, device, path, given, tight); };
+        const auto train = [&] { return train_run(run, c, device, path, tight); };
         status = world.size > 1 ? catch_errors(&world, train) : train();
     });
     return status;
 }
 
 [[maybe_unused]] static int run_verb(int argc, char** argv, World& world) {
-    std::set<std::string> given;
-    Config c = parse_options(argc, argv, given);
+    Config c = parse_options(argc, argv);
     const Verb verb = verb_named(c.verb)->verb;
     const bool only_prints = c.help || c.version;
     if (world.size > 1 && verb != TRAIN && verb != EVAL && !only_prints)
         fail_usage("'%s' runs in one process: start it without mpirun", c.verb.c_str());
-    if (verb == CHECK_VERB && !given.count("model")) c.model = "125m";
-    if (!c.config.empty() && !only_prints) read_options_file(c, given, world.rank == 0);
+    if (verb == CHECK_VERB && !c.is_given("model")) c.model = "125m";
+    if (!c.config.empty() && !only_prints) read_options_file(c, world.rank == 0);
     int status = 0;
     if (c.help) print_help(verb);
     else if (c.version) print_version(info_of_engine<DeviceEngine>(), mpi_name(), choose_pmi(mpi_name()));
-    else if (verb == TRAIN) status = run_train(c, given, world);
+    else if (verb == TRAIN) status = run_train(c, world);
     else if (verb == TOKENIZE || verb == VOCABULARY) run_on_texts(c, verb);
     else if (verb == SAMPLE) run_sample(c, world);
-    else if (verb == EVAL) run_eval(c, given, world);
+    else if (verb == EVAL) run_eval(c, world);
     else if (verb == EXPORT) export_checkpoint(c);
     else if (verb == IMPORT) import_checkpoint(c);
     else if (verb == REPORT) report_runs(c.runs, c.html);

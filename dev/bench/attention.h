@@ -507,10 +507,10 @@ inline std::unique_ptr<TrainedSelections> take_selections(std::vector<const char
     if (!take_option(words, "--selections", path)) return nullptr;
     return std::make_unique<TrainedSelections>(path);
 }
-inline void apply_named_shape(Config& c, const NamedShape& shape, const std::set<std::string>& given) {
+inline void apply_named_shape(Config& c, const NamedShape& shape) {
     for (const char* option :
          {"batch", "heads", "kv-groups", "head-dim", "cmp-block", "cmp-stride", "slc-block", "slc-count", "window"})
-        if (given.count(option)) fail_usage("--shape %s decides --%s; leave one of them out", shape.name, option);
+        if (c.is_given(option)) fail_usage("--shape %s decides --%s; leave one of them out", shape.name, option);
     c.heads = shape.heads, c.kv_groups = shape.groups, c.head_dim = shape.head_dim;
     c.cmp_block = shape.l, c.cmp_stride = shape.d, c.slc_block = shape.slc_block, c.slc_count = shape.slc_count;
     c.window = shape.window;
@@ -519,13 +519,12 @@ inline int run_attention_bench(int argc, const char* const* argv) {
     std::vector<const char*> words(argv, argv + argc);
     const NamedShape* const named = take_named_shape(words);
     const std::unique_ptr<TrainedSelections> model = take_selections(words);
-    std::set<std::string> given;
-    Config c = parse_options(int(words.size()), words.data(), given);
-    if (!given.count("model")) c.model = "125m";
-    if (!given.count("seq-len")) c.seq_len = named ? named->last_length : 65536, given.insert("seq-len");
-    if (!given.count("batch")) c.batch = 1;
-    apply_preset(c, given);
-    if (named) apply_named_shape(c, *named, given);
+    Config c = parse_options(int(words.size()), words.data());
+    if (!c.is_given("model")) c.model = "125m";
+    apply_preset(c);
+    if (!c.is_given("seq-len")) c.seq_len = named ? named->last_length : 65536;
+    if (!c.is_given("batch")) c.batch = 1;
+    if (named) apply_named_shape(c, *named);
     validate_model(c, "options");
     World world;
     if (!choose_device(c, world, search_gpus()).gpu)

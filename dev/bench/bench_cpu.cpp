@@ -413,15 +413,16 @@ static int run(int argc, char** argv) {
         if (mode == "rate" && argc < 4) fail_usage("bench_cpu rate NAME STEPS [options of train]");
         std::vector<const char*> options = {"train_nsa"};
         for (int i = own; i < argc; i++) options.push_back(argv[i]);
-        std::set<std::string> given;
-        Config c = parse_options(int(options.size()), options.data(), given);
-        if (!given.count("model")) c.model = "125m";
-        if (mode == "full" && !given.count("layers")) c.layers = 1, given.insert("layers");
-        if (mode == "full" && !given.count("tokenizer")) c.tokenizer = "bytes", given.insert("tokenizer");
-        apply_preset(c, given);
+        Config c = parse_options(int(options.size()), options.data());
+        if (!c.is_given("model")) c.model = "125m";
+        if (mode == "full") {
+            overlay(c, option_named("layers"), "1", Source::CONFIG_FILE);
+            overlay(c, option_named("tokenizer"), "bytes", Source::CONFIG_FILE);
+        }
+        apply_preset(c);
         validate_model(c, "options");
         c.device = "cpu";
-        if (!given.count("batch")) c.batch = 1;
+        if (!c.is_given("batch")) c.batch = 1;
         World world;
         const Device device = choose_device(c, world, search_gpus());
         if (mode == "conditions") print_conditions();

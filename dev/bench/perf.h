@@ -642,13 +642,12 @@ int perf_on(Timed<Dev>& dev, const Config& c, int timed_steps = 5, int ceiling_s
 }
 
 inline int run_perf(int argc, const char* const* argv) {
-    std::set<std::string> given;
-    Config c = parse_options(argc, argv, given);
-    apply_preset(c, given);
+    Config c = parse_options(argc, argv);
+    apply_preset(c);
     validate_model(c, "options");
     World world;
     const Device device = choose_device(c, world, search_gpus());
-    if (!given.count("batch")) c.batch = device.gpu ? preset_of(c).batch : 1;
+    if (!c.is_given("batch")) c.batch = device.gpu ? preset_of(c).batch : 1;
 #ifdef USE_CUDA
     if (device.gpu) {
         Timed<Cuda> dev(0);

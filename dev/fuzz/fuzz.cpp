@@ -208,18 +208,9 @@ namespace config_target {
 
 static const MemoryFile file, again;
 
-static Config preset(const std::vector<const char*>& words) {
-    std::vector<const char*> argv = {"train_nsa"};
-    argv.insert(argv.end(), words.begin(), words.end());
-    std::set<std::string> given;
-    Config c = parse_options(int(argv.size()), argv.data(), given);
-    apply_preset(c, given);
-    return c;
-}
-
 static std::vector<std::string> seeds() {
-    const std::string tiny = config_json(preset({})),
-                      large = config_json(preset({"--model", "125m", "--attention", "full"}));
+    const std::string tiny = config_json(options_of("")),
+                      large = config_json(options_of("--model 125m --attention full"));
     std::string other = tiny;
     other.replace(other.find("128"), 3, "1e2");
     return {tiny, large, other, "{\"architecture\": \"nsa\"}", "{}"};

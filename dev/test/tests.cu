@@ -54,12 +54,11 @@
 #endif
 
 static int ladder(int argc, char** argv) {
-    std::set<std::string> given;
-    Config c = parse_options(argc, argv, given);
-    if (!given.count("model")) c.model = "125m";
-    apply_preset(c, given);
+    Config c = parse_options(argc, argv);
+    if (!c.is_given("model")) c.model = "125m";
+    apply_preset(c);
     validate_model(c, "options");
-    if (!given.count("batch")) c.batch = preset_of(c).batch;
+    if (!c.is_given("batch")) c.batch = preset_of(c).batch;
     World world;
     if (!choose_device(c, world, search_gpus()).gpu)
         fail("--ladder: there is no GPU to time the kernels on (or the build holds no CUDA engine)");

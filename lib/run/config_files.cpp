@@ -87,7 +87,7 @@ static std::string vocabulary_of_checkpoint(const std::string& folder) {
 }
 
 // --init-from: what was not given of the model is as it is there. Refusals are left to find_checkpoint().
-static void inherit_model(Config& c, std::set<std::string>& given) {
+static void inherit_model(Config& c) {
     if (!file_exists(c.init_from + "/.")) return;
     std::string path = c.init_from + "/config.json";
     for (const int64_t step : checkpoint_steps(c.init_from))
@@ -96,7 +96,7 @@ static void inherit_model(Config& c, std::set<std::string>& given) {
     Config there = c;
     read_config_json(there, path);
     for (const Option& o : OPTIONS)
-        if ((o.traits & OF_MODEL) && given.insert(o.name).second) set_option(c, o, value_text(there, o));
+        if (o.traits & OF_MODEL) overlay(c, o, value_text(there, o), Source::CHECKPOINT);
     c.vocab_size = there.vocab_size;
     c.vocab_digest = there.vocab_digest;
     std::string vocabulary;
@@ -197,54 +197,50 @@ static std::string find_run_options(const std::string& folder, Json& options) {
     return "";
 }
 
-bool inherit_options(Config& c, std::set<std::string>& given) {
-    const std::string folder = given.count("out") ? c.out : "runs/" + c.model;
+// The checkpoints of a run hang on some of its options.
+static void require_unchanged(const Config& c, const Option& o, const std::string& was, const std::string& folder) {
+    static const struct {
+        const char *option, *because;
+    } kept[] = {{"seed", "data order and rounding follow from it, and the run began with"},
+                {"optimizer", "its moments are those of"}};
+    for (const auto& [name, because] : kept)
+        if (!std::strcmp(o.name, name) && value_text(c, o) != was && !checkpoint_steps(folder).empty())
+            fail("cannot resume from %s with --%s %s: %s %s; leave --%s out, or begin a new run with --init-from",
+                 folder.c_str(), name, value_text(c, o).c_str(), because, was.c_str(), name);
+}
+
+bool inherit_options(Config& c) {
+    const std::string folder = c.is_given("out") ? c.out : "runs/" + c.model;
     Json then;
     const std::string path = find_run_options(folder, then);
     if (path.empty()) return false;
-    const int64_t seed = then.find("seed") ? then.integer("seed", path) : c.seed;
-    if (given.count("seed") && c.seed != seed && !checkpoint_steps(folder).empty())
-        fail(
-            "cannot resume from %s with --seed %lld: the run began with %lld, on which data order and rounding depend; "
-            "leave --seed out, or begin a new run with --init-from",
-            folder.c_str(), (long long)c.seed, (long long)seed);
-    const std::string optimizer = then.find("optimizer") ? then.string("optimizer", path) : c.optimizer;
-    if (given.count("optimizer") && c.optimizer != optimizer && !checkpoint_steps(folder).empty())
-        fail(
-            "cannot resume from %s with --optimizer %s: its moments are those of %s; leave --optimizer out, or begin a "
-            "new run with --init-from",
-            folder.c_str(), c.optimizer.c_str(), optimizer.c_str());
     for (const Option& o : OPTIONS) {
-        const Json* old = then.find(underscored(o.name));
-        const std::string name = o.name;
-        if (!old || !is_inherited(o) || given.count(name)) continue;
+        const Json* const old = then.find(underscored(o.name));
+        if (!old || !is_inherited(o)) continue;
+        std::string was;
         try {
-            const std::string value = value_text(*old, o);
-            if (is_automatic(o, value)) continue;
-            set_option(c, o, value);
+            was = value_text(*old, o);
+            if (!is_automatic(o, was)) overlay(c, o, was, Source::RUN_JSON);
         } catch (const Error& e) {
             fail("%s: %s; %s", path.c_str(), e.what(), MEND_RUN_JSON);
         }
-        if (name != "batch") given.insert(name);  // another number of ranks may need another micro-batch
+        require_unchanged(c, o, was, folder);
     }
     const std::string of_run = folder + "/" + VOCABULARY_OF_RUN;
     if (!c.vocab_dir.empty() && !file_exists(c.vocab_dir) && holds_vocabulary(of_run)) c.vocab_dir = of_run;
     return true;
 }
 
-std::set<std::string> complete_options(Config& c, const std::set<std::string>& on_command_line) {
-    std::set<std::string> given = on_command_line;
-    const bool resumes = c.resume && inherit_options(c, given);
-    if (!resumes && !c.init_from.empty()) inherit_model(c, given);
-    apply_preset(c, given);
+void complete_options(Config& c) {
+    const bool resumes = c.resume && inherit_options(c);
+    if (!resumes && !c.init_from.empty()) inherit_model(c);
+    apply_preset(c);
     validate_model(c, "options");
-    validate_given(c, on_command_line);
-    return given;
+    validate_given(c);
 }
 
-void read_options_file(Config& c, std::set<std::string>& given, bool prints) {
+void read_options_file(Config& c, bool prints) {
     const std::string& path = c.config;
-    const std::set<std::string> on_command_line = given;
     const Json file = parse_own_json(read_file(path), path);
     file.require(Json::Object, path);
     const bool of_run = file.find("program");  // a run.json; by hand, everything in it is meant
@@ -268,20 +264,18 @@ void read_options_file(Config& c, std::set<std::string>& given, bool prints) {
         const std::string text = value.kind == Json::Bool ? (value.is_true ? "on" : "off") : value_text(value, *o);
         if (of_run && is_automatic(*o, text)) continue;
         if (name == "batch" && text == "auto") continue;  // as if it were not there
+        if (c.setting_of(name).source == Source::CONFIG_FILE)
+            fail_usage("%s: --%s stands there twice", path.c_str(), o->name);
         Config there = c;
         try {
             set_option(there, *o, text);
         } catch (const Error& e) {
             fail_usage("%s: %s", path.c_str(), e.what());
         }
-        if (on_command_line.count(name)) {
+        if (overlay(c, *o, text, Source::CONFIG_FILE)) count++;
+        else
             overridden += format_text("%s --%s %s (there %s)", overridden.empty() ? "; the command line:" : ",",
                                       o->name, value_text(c, *o).c_str(), value_text(there, *o).c_str());
-            continue;
-        }
-        if (!given.insert(name).second) fail_usage("%s: --%s stands there twice", path.c_str(), o->name);
-        c = there;
-        count++;
     }
     if (prints)
         std::printf("config: %s from %s%s\n", counted(int64_t(count), "option").c_str(), printable(path).c_str(),
@@ -298,12 +292,12 @@ static Config print_changed_options(const Config& c, const Json& then) {
         const std::string was = value_text(*old, o), now = value_text(with_absolute_paths(c), o);
         const bool same = o.real ? old->number_value == c.*o.real : was == now;
         if (same) continue;
-        const auto reason = c.given_up.find(o.name);
+        const std::string reason = c.setting_of(o.name).reason;
         std::printf("resume: --%s is %s, was %s%s\n", o.name, is_automatic(o, now) ? "auto" : printable(now).c_str(),
                     is_automatic(o, was) ? "auto"
                     : o.real             ? format_text("%.15g", old->number_value).c_str()
                                          : printable(was).c_str(),
-                    reason == c.given_up.end() ? "" : (": " + reason->second).c_str());
+                    reason.empty() ? "" : (": " + reason).c_str());
         if (!is_automatic(o, was)) set_option(before, o, was);
     }
     return before;

@@ -5,7 +5,6 @@
 #include <cmath>
 #include <cstdio>
 #include <cstring>
-#include <set>
 #include <sstream>
 #include <string>
 
@@ -57,15 +56,14 @@ bool is_automatic(const Option& o, const std::string& value);
 bool is_inherited(const Option& o);
 
 // --resume: what was not given is as in the run that is resumed. False where there is no such run.
-bool inherit_options(Config& c, std::set<std::string>& given);
+bool inherit_options(Config& c);
 
-// A training's options: those on the command line, then those of the run that it resumes or the model that it begins
-// with, then the preset's. Returns the names of those that somebody gave.
-std::set<std::string> complete_options(Config& c, const std::set<std::string>& on_command_line);
+// A training's options: to those given, those of the run that it resumes or the model that it begins with, and the
+// preset's.
+void complete_options(Config& c);
 
-// --config: options from a file, as if they had been given, where the command line does not give them. Says which those
-// are, if it is to print.
-void read_options_file(Config& c, std::set<std::string>& given, bool prints);
+// --config: options from a file. Says which of them the command line overrides, if it is to print.
+void read_options_file(Config& c, bool prints);
 
 // What a resumed run says about itself. checkpoint "": there was none.
 void print_resume(const Config& c, const std::string& checkpoint, int64_t step);

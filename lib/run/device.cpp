@@ -62,17 +62,16 @@ static std::string why_no_device(const MachineConfig& c, const GpuSearch& gpus) 
     return "this build has the engines cpu and " + gpus.engine.option;
 }
 
-void drop_unsupported_options(TrainConfig& c, const std::set<std::string>& given, int share, const GpuSearch& gpus) {
-    const auto give_up = [&](const char* name, auto& field, const auto& instead, const std::string& reason) {
-        if (given.count(name) || field == instead) return;
-        field = instead;
-        c.given_up[name] = reason;
+void drop_unsupported_options(Config& c, int share, const GpuSearch& gpus) {
+    const auto give_up = [&](const char* name, const char* instead, const std::string& reason) {
+        const Option& o = option_named(name);
+        if (value_text(c, o) != instead) overlay(c, o, instead, Source::MACHINE, reason);
     };
-    if (asks_for_device(c) && !has_device(c, gpus)) give_up("device", c.device, "auto", why_no_device(c, gpus));
+    if (asks_for_device(c) && !has_device(c, gpus)) give_up("device", "auto", why_no_device(c, gpus));
     if (!has_device(c, gpus) || !gpus.engine.has_attention_kernel(c.attention_kernel))
-        give_up("attention-kernel", c.attention_kernel, "auto", "what computes now does not have it");
-    if (has_device(c, gpus)) give_up("cpu-dtype", c.cpu_dtype, "fp32", "the run is on a GPU now");
-    if (c.threads > share) give_up("threads", c.threads, 0, format_text("this rank has %d processors", share));
+        give_up("attention-kernel", "auto", "what computes now does not have it");
+    if (has_device(c, gpus)) give_up("cpu-dtype", "fp32", "the run is on a GPU now");
+    if (c.threads > share) give_up("threads", "auto", format_text("this rank has %d processors", share));
 }
 
 // OMP_NUM_THREADS, of which a list's first number counts, or `share`, the processors of this rank, where it is not set.

@@ -41,9 +41,9 @@ int count_threads(const World& world, int own, const std::string& list);
 
 inline int count_threads(const World& world) { return count_threads(world, usable_processors(), processor_list()); }
 
-// --resume on another machine: options of the run that this one cannot honour give way, and c.given_up keeps the reason
+// --resume on another machine: options of the run that this one cannot honour give way, and the reason is kept
 // for the line that says so. What was given with --resume is refused instead. share: this rank's processors.
-void drop_unsupported_options(TrainConfig& c, const std::set<std::string>& given, int share, const GpuSearch& gpus);
+void drop_unsupported_options(Config& c, int share, const GpuSearch& gpus);
 
 // The device of this rank. All ranks call it.
 Device choose_device(const MachineConfig& c, const World& world, const GpuSearch& gpus);

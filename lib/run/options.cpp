@@ -99,6 +99,13 @@ void set_option(Config& c, const Option& o, const std::string& value) {
     }
 }
 
+bool overlay(Config& c, const Option& o, const std::string& value, Source source, const std::string& reason) {
+    if (c.setting_of(o.name).source > source) return false;
+    set_option(c, o, value);
+    c.settings[o.name] = {source, reason};
+    return true;
+}
+
 // Another program's name for an option of this verb, or our own name as JSON files spell it; "" where there is none.
 static std::string familiar_option(std::string word, Verb verb) {
     std::replace(word.begin(), word.end(), '_', '-');
@@ -133,13 +140,12 @@ void fail_unknown_option(const std::string& name, Verb verb, const std::string& 
 
 // The option that a word without one is the value of: the folder of a run after a verb that reads one, or after
 // --resume. "": none.
-static std::string option_of_folder(const std::string& word, Verb verb, const std::string& last,
-                                    const std::set<std::string>& given) {
+static std::string option_of_folder(const std::string& word, Verb verb, const std::string& last, const Config& c) {
     const bool is_file = access(word.c_str(), F_OK) == 0 && access((word + "/.").c_str(), F_OK) != 0;
     if (word.empty() || is_file) return "";
-    if (verb == TRAIN) return last == "resume" && !given.count("out") ? "out" : "";
+    if (verb == TRAIN) return last == "resume" && !c.is_given("out") ? "out" : "";
     const bool reads_runs = verb & (SAMPLE | EVAL | EXPORT | IMPORT | REPORT | INSPECT);
-    return reads_runs && (verb == REPORT || !given.count("from")) ? "from" : "";
+    return reads_runs && (verb == REPORT || !c.is_given("from")) ? "from" : "";
 }
 
 // The verb that a command line begins with, `train` where it names none. at: gets the place of the word after it.
@@ -165,7 +171,7 @@ bool is_for_one_process(int argc, const char* const* argv, bool by_mpirun) {
            (!(verb & (TRAIN | EVAL)) && !by_mpirun);
 }
 
-Config parse_options(int argc, const char* const* argv, std::set<std::string>& given) {
+Config parse_options(int argc, const char* const* argv) {
     Config c;
     std::string option;  // the last one so far
     for (const Option& o : OPTIONS)
@@ -175,14 +181,14 @@ Config parse_options(int argc, const char* const* argv, std::set<std::string>& g
             set_option(c, o, o.default_text);
     int at;
     const Verb verb = read_verb(argc, argv, c, at);
+    const auto set = [&](const Option& o, const std::string& value) { overlay(c, o, value, Source::COMMAND_LINE); };
     while (at < argc) {
         std::string word = argv[at++];
         if (word == "-h") word = "--help";
         if (word.compare(0, 2, "--") != 0) {
-            const std::string name = verb_named(word) ? "" : option_of_folder(word, verb, option, given);
+            const std::string name = verb_named(word) ? "" : option_of_folder(word, verb, option, c);
             if (name.empty()) fail_stray_word(word, option);
-            set_option(c, option_named(name), word);
-            given.insert(name);
+            set(option_named(name), word);
             continue;
         }
         const size_t equals = word.find('=');
@@ -193,15 +199,15 @@ Config parse_options(int argc, const char* const* argv, std::set<std::string>& g
             fail_usage("--%s is no option of '%s' (./train_nsa %s --help lists its options)", name.c_str(),
                        c.verb.c_str(), c.verb.c_str());
         const bool several = o->list || (verb == REPORT && name == "from");  // runs to be laid over each other
-        if (!given.insert(name).second && (o->list || !several)) fail_usage("--%s is given twice", name.c_str());
+        if (c.is_given(name) && (o->list || !several)) fail_usage("--%s is given twice", name.c_str());
         option = name;
         if (o->flag && equals == std::string::npos) {
             const bool has_value = at < argc && is_choice(argv[at], "on|off|1|0");
-            set_option(c, *o, has_value ? argv[at++] : "on");
+            set(*o, has_value ? argv[at++] : "on");
             continue;
         }
         if (equals != std::string::npos) {
-            set_option(c, *o, word.substr(equals + 1));
+            set(*o, word.substr(equals + 1));
             continue;
         }
         if (at == argc || !std::strncmp(argv[at], "--", 2))
@@ -209,10 +215,10 @@ Config parse_options(int argc, const char* const* argv, std::set<std::string>& g
                        at == argc || o->choices || !(o->text || o->list)
                            ? ""
                            : ("; one that begins with -- is given as " + option_words(name, argv[at])).c_str());
-        set_option(c, *o, argv[at++]);
-        while (several && at < argc && std::strncmp(argv[at], "--", 2)) set_option(c, *o, argv[at++]);
+        set(*o, argv[at++]);
+        while (several && at < argc && std::strncmp(argv[at], "--", 2)) set(*o, argv[at++]);
     }
-    if (!c.batch) given.erase("batch");  // --batch auto
+    if (!c.batch) c.settings.erase("batch");  // --batch auto
     return c;
 }
 
@@ -227,12 +233,11 @@ const Config& preset_of(const TrainConfig& c) {
     return *std::find_if(std::begin(PRESETS), std::end(PRESETS), [&](const Config& p) { return c.model == p.model; });
 }
 
-void apply_preset(Config& c, const std::set<std::string>& given) {
+void apply_preset(Config& c) {
     for (const Option& o : OPTIONS)
-        if (!std::strcmp(o.default_text, "preset") && !given.count(o.name))
-            set_option(c, o, value_text(preset_of(c), o));
-    if (c.head == "untied" && c.init == "random" && !given.count("init")) c.init = "narrow";
-    if (!given.count("out")) c.out = "runs/" + c.model;
+        if (!std::strcmp(o.default_text, "preset")) overlay(c, o, value_text(preset_of(c), o), Source::PRESET);
+    if (c.head == "untied" && c.init == "random" && !c.is_chosen("init")) c.init = "narrow";
+    if (!c.is_given("out")) c.out = "runs/" + c.model;
     while (c.out.size() > 1 && c.out.back() == '/') c.out.pop_back();
     if (c.out.empty()) fail_usage("--out is empty; expected a folder for the run");
     if (c.tokenizer == "bytes") c.vocab_size = 256;
@@ -246,9 +251,8 @@ Config options_of(const std::string& words) {
     for (std::string word; in >> word;) all.push_back(word);
     std::vector<const char*> argv;
     for (const std::string& word : all) argv.push_back(word.c_str());
-    std::set<std::string> given;
-    Config c = parse_options(int(argv.size()), argv.data(), given);
-    apply_preset(c, given);
+    Config c = parse_options(int(argv.size()), argv.data());
+    apply_preset(c);
     return c;
 }
 
@@ -292,17 +296,17 @@ void validate_model(const ModelConfig& c, const char* where) {
                    c.attention.c_str(), kinds.size(), (long long)c.layers);
 }
 
-void resolve_batch(TrainConfig& c, const std::set<std::string>& given, int ranks, bool gpu) {
+void resolve_batch(TrainConfig& c, int ranks, bool gpu) {
     const Config& p = preset_of(c);
     const bool as_preset = gpu || !is_too_large_for_cpu(c);
     int64_t sequences = as_preset ? p.total_batch / c.seq_len : 1;
-    if (given.count("total-batch")) {
+    if (c.is_chosen("total-batch")) {
         sequences = c.total_batch / c.seq_len;
         if (c.total_batch % c.seq_len)
             fail_usage("--total-batch %lld is not a multiple of --seq-len %lld", (long long)c.total_batch,
                        (long long)c.seq_len);
     } else {
-        const int64_t unit = ranks * (given.count("batch") ? c.batch : 1);
+        const int64_t unit = ranks * (c.is_given("batch") ? c.batch : 1);
         sequences = std::max<int64_t>(sequences / unit, 1) * unit;
     }
     c.total_batch = sequences * c.seq_len;
@@ -310,7 +314,7 @@ void resolve_batch(TrainConfig& c, const std::set<std::string>& given, int ranks
     if (sequences % ranks)
         fail_usage("--total-batch %lld is %s of --seq-len %lld, not divisible by %d ranks", (long long)c.total_batch,
                    counted(sequences, "sequence").c_str(), (long long)c.seq_len, ranks);
-    if (!given.count("batch"))
+    if (!c.is_given("batch"))
         for (c.batch = std::min(c.batch ? c.batch : as_preset ? p.batch : 1, per_rank); per_rank % c.batch; c.batch--) {
         }  // a resumed run has one already
     if (per_rank % c.batch)
@@ -351,18 +355,18 @@ int64_t warmup_steps(const TrainConfig& c) {
     return unit ? (number * unit + c.total_batch - 1) / std::max<int64_t>(c.total_batch, 1) : number;
 }
 
-void validate_given(const TrainConfig& c, const std::set<std::string>& given) {
+void validate_given(const TrainConfig& c) {
     require_output_file("dump-state", c.dump_state);
     profiled_steps(c);
     warmup_steps(c);
     if (c.allow_new_data && !c.resume) fail_usage("--allow-new-data is for a resume: give --resume, or leave it out");
     for (const Option& o : OPTIONS)
-        if (given.count(o.name) && is_of_no_layer(o, c))
+        if (c.is_given(o.name) && is_of_no_layer(o, c))
             fail_usage("--%s is of --attention nsa, and this run has --attention %s: leave one of them out", o.name,
                        c.attention.c_str());
 }
 
-void warn_of_doubtful_options(const TrainConfig& c, const std::set<std::string>& given) {
+void warn_of_doubtful_options(const TrainConfig& c) {
     if (has_layers(c, NSA_LAYER) && c.seq_len < c.cmp_block)
         complain(
             format_text("--seq-len %lld is shorter than --cmp-block %lld: the compressed branch never has "
@@ -376,7 +380,7 @@ void warn_of_doubtful_options(const TrainConfig& c, const std::set<std::string>&
             format_text("--steps %lld ends within the %lld steps of --warmup: the learning rate never gets "
                         "beyond %.2g of --lr %g",
                         (long long)c.steps, (long long)warmup, double(c.steps) / double(warmup), c.lr));
-    if (c.sample_tokens > c.seq_len && given.count("sample-tokens"))
+    if (c.sample_tokens > c.seq_len && c.is_given("sample-tokens"))
         complain(
             format_text("--sample-tokens %lld is more than --seq-len %lld: what the model writes beyond "
                         "that length it has not learnt",
@@ -401,10 +405,10 @@ void validate_run(const TrainConfig& c, int ranks) {
     if (c.data != "synthetic") require_no_bytes(c);
 }
 
-std::string command_line(const Config& c, const std::set<std::string>& given, const std::string& without) {
+std::string command_line(const Config& c, const std::string& without) {
     std::string command = shell_word(program_name);
     for (const Option& o : OPTIONS)
-        if (given.count(o.name) && o.name != without) command += " " + option_words(o.name, value_text(c, o));
+        if (c.is_chosen(o.name) && o.name != without) command += " " + option_words(o.name, value_text(c, o));
     return command;
 }
 

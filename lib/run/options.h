@@ -5,7 +5,6 @@
 #include <cstdio>
 #include <cstring>
 #include <map>
-#include <set>
 #include <sstream>
 #include <string>
 #include <type_traits>
@@ -58,6 +57,14 @@ struct SampleConfig {
     bool interactive = false, past_end = false;
 };
 
+// Who has set an option, the weakest first.
+enum class Source { DEFAULT, PRESET, CHECKPOINT, RUN_JSON, MACHINE, CONFIG_FILE, COMMAND_LINE };
+
+struct Setting {
+    Source source = Source::DEFAULT;
+    std::string reason;  // of MACHINE: why it cannot give what the run had
+};
+
 // What the training loop sees.
 struct TrainConfig : ModelConfig, MachineConfig, SampleConfig {
     std::string model, init_from, data, val_data, vocab_dir, hellaswag;
@@ -69,7 +76,15 @@ struct TrainConfig : ModelConfig, MachineConfig, SampleConfig {
     double stall_timeout = 0;
     std::string out, config, dump_state;
     bool resume = false, tensorboard = false, allow_new_data = false;
-    std::map<std::string, std::string> given_up;  // --resume: options that this machine cannot honour, and why
+    std::map<std::string, Setting> settings;  // of the options that somebody has set; the others have their default
+
+    Setting setting_of(const std::string& option) const {
+        const auto found = settings.find(option);
+        return found == settings.end() ? Setting() : found->second;
+    }
+    // For this start of the program; or for it, or when the run or the model began that it goes on with.
+    bool is_given(const std::string& option) const { return setting_of(option).source >= Source::CONFIG_FILE; }
+    bool is_chosen(const std::string& option) const { return setting_of(option).source > Source::PRESET; }
 };
 
 // The checkpoint that a verb reads. eval and inspect take texts too, inspect and report write a page.
@@ -432,6 +447,9 @@ std::string option_words(const std::string& name, const std::string& value);
 
 void set_option(Config& c, const Option& o, const std::string& value);
 
+// Sets an option unless a stronger source has set it; returns whether it did. So the sources may come in any order.
+bool overlay(Config& c, const Option& o, const std::string& value, Source source, const std::string& reason = "");
+
 // What people type who come from other programs, for each of our options.
 static const struct {
     const char *option, *typed;
@@ -473,13 +491,13 @@ static const struct {
 // several of these, which are refused.
 bool is_for_one_process(int argc, const char* const* argv, bool by_mpirun);
 
-// What was asked for: the command line over the table's defaults. Names of the options given are left in `given`.
-Config parse_options(int argc, const char* const* argv, std::set<std::string>& given);
+// What was asked for: the command line over the table's defaults.
+Config parse_options(int argc, const char* const* argv);
 
 const Config& preset_of(const TrainConfig& c);
 
-// What the preset decides, where the command line was silent.
-void apply_preset(Config& c, const std::set<std::string>& given);
+// What the preset decides, where nobody else has.
+void apply_preset(Config& c);
 
 // A configuration as this command line would make it.
 Config options_of(const std::string& words);
@@ -496,7 +514,7 @@ inline bool is_too_large_for_cpu(const TrainConfig& c) { return preset_of(c).tot
 
 // Batch sizes. What was not given follows from the preset, the device and the number of ranks; what was given must fit
 // together.
-void resolve_batch(TrainConfig& c, const std::set<std::string>& given, int ranks, bool gpu);
+void resolve_batch(TrainConfig& c, int ranks, bool gpu);
 
 // Does no layer of this model have what the option is of?
 bool is_of_no_layer(const Option& o, const ModelConfig& c);
@@ -508,10 +526,10 @@ std::pair<int64_t, int64_t> profiled_steps(const MachineConfig& c);
 int64_t warmup_steps(const TrainConfig& c);
 
 // Options given for what no layer has, or for a file that is there.
-void validate_given(const TrainConfig& c, const std::set<std::string>& given);
+void validate_given(const TrainConfig& c);
 
 // A warning for each option whose effect the user may not expect.
-void warn_of_doubtful_options(const TrainConfig& c, const std::set<std::string>& given);
+void warn_of_doubtful_options(const TrainConfig& c);
 
 // The built-in corpus is no text of GPT-2's tokens.
 void require_no_bytes(const TrainConfig& c);
@@ -523,7 +541,7 @@ void validate_run(const TrainConfig& c, int ranks);
 inline std::string program_name = "./train_nsa";
 
 // The command that gives the same options again, but for one.
-std::string command_line(const Config& c, const std::set<std::string>& given, const std::string& without);
+std::string command_line(const Config& c, const std::string& without);
 
 double learning_rate(const TrainConfig& c, int64_t step);
 

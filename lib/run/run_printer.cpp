@@ -10,10 +10,10 @@ static void print_run_ranks(const TrainConfig& c, const World& world, const std:
                 c.zero ? "; optimiser state is shared out over the ranks" : "");
 }
 
-static void print_run_data(const TrainConfig& c, const TrainingData& data, const std::set<std::string>& given) {
+static void print_run_data(const TrainConfig& c, const TrainingData& data) {
     std::printf("data:   %s%s: %s; vocabulary %s, %lld tokens\n",
                 c.data == "synthetic" ? "the built-in synthetic corpus" : printable(c.data).c_str(),
-                given.count("data") ? "" : ", because no --data was given", printable(data.train->describe()).c_str(),
+                c.is_chosen("data") ? "" : ", because no --data was given", printable(data.train->describe()).c_str(),
                 c.tokenizer.c_str(), (long long)c.vocab_size);
     if (c.data == "synthetic" && c.tokenizer == "gpt2")
         std::printf(
@@ -22,21 +22,21 @@ static void print_run_data(const TrainConfig& c, const TrainingData& data, const
     else std::printf("valid.: %s\n", data.describe_val().c_str());
 }
 
-static void print_run_batch(const TrainConfig& c, int ranks, bool on_gpu, const std::set<std::string>& given) {
+static void print_run_batch(const TrainConfig& c, int ranks, bool on_gpu) {
     std::printf("batch:  %lld tokens a step = %s of %lld x %s x %s; %s, %s schedule\n", (long long)c.total_batch,
                 counted(c.batch, "sequence").c_str(), (long long)c.seq_len, counted(ranks, "rank").c_str(),
                 counted(c.total_batch / (c.batch * c.seq_len * ranks), "micro-step").c_str(),
                 counted(c.steps, "step").c_str(), c.schedule.c_str());
-    if (!given.count("total-batch") && c.total_batch != preset_of(c).total_batch)
+    if (!c.is_chosen("total-batch") && c.total_batch != preset_of(c).total_batch)
         std::printf("        not the preset's %lld tokens a step, %s; --total-batch sets them\n",
                     (long long)preset_of(c).total_batch,
                     !on_gpu && is_too_large_for_cpu(c) ? "which would take long on a CPU"
                                                        : "which ranks and --batch do not divide");
 }
 
-void print_run(const TrainConfig& c, const std::set<std::string>& given, const World& world, const Device& device,
-               const std::string& reducer, const TensorList& table, const Partition& partition,
-               const TrainingData& data, const std::string& weights) {
+void print_run(const TrainConfig& c, const World& world, const Device& device, const std::string& reducer,
+               const TensorList& table, const Partition& partition, const TrainingData& data,
+               const std::string& weights) {
     std::printf("device: %s, because %s; %s (%s), %d on %s, %s each\n", device.description.c_str(),
                 device.reason.c_str(), counted(world.size, "rank").c_str(), world.launcher.c_str(), world.local_size,
                 world.host.c_str(), counted(device.threads, "CPU thread").c_str());
@@ -45,8 +45,8 @@ void print_run(const TrainConfig& c, const std::set<std::string>& given, const W
     std::printf("model:  %s, %lld parameters (%s, width %lld, %s attention), %s\n", c.model.c_str(),
                 (long long)table.parameters, counted(c.layers, "layer").c_str(), (long long)c.dim, c.attention.c_str(),
                 printable(weights).c_str());
-    print_run_data(c, data, given);
-    print_run_batch(c, world.size, device.gpu, given);
+    print_run_data(c, data);
+    print_run_batch(c, world.size, device.gpu);
 }
 
 void print_selected(const std::string& kernels) {

@@ -6,7 +6,6 @@
 #include <cstdio>
 #include <memory>
 #include <numeric>
-#include <set>
 #include <string>
 #include <vector>
 
@@ -36,9 +35,9 @@ inline double peak_memory_mib() { return peak_resident_bytes() / (1 << 20); }
 
 // Prints what a reader wants to know before the first step, one line each: device, ranks, model, data, batch. weights:
 // where they come from.
-void print_run(const TrainConfig& c, const std::set<std::string>& given, const World& world, const Device& device,
-               const std::string& reducer, const TensorList& table, const Partition& partition,
-               const TrainingData& data, const std::string& weights);
+void print_run(const TrainConfig& c, const World& world, const Device& device, const std::string& reducer,
+               const TensorList& table, const Partition& partition, const TrainingData& data,
+               const std::string& weights);
 
 // Prints which kernels a GPU takes for the selected branch; at the end of a run, what became of that choice.
 void print_selected(const std::string& kernels);

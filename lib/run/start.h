@@ -1,7 +1,6 @@
 // start.h: the start of a run, before its first step. Used by begin_run() in train_nsa.cu.
 #pragma once
 #include <memory>
-#include <set>
 #include <string>
 
 #include "../base/machine.h"
@@ -43,9 +42,9 @@ inline void require_shared_folder(const World& world, const std::string& out) {
 
 // Looks at whatever a run can be refused for, prints its first lines, and only then writes into its folder. All ranks
 // call it.
-inline RunStart open_run(const Config& c, const std::set<std::string>& given, const World& world, const Device& device,
-                         const GradientPath& path, const TensorList& table, const Partition& partition,
-                         const TrainingData& data, const Versions& libraries) {
+inline RunStart open_run(const Config& c, const World& world, const Device& device, const GradientPath& path,
+                         const TensorList& table, const Partition& partition, const TrainingData& data,
+                         const Versions& libraries) {
     const bool writes = c.dump_state.empty(), says = world.rank == 0;
     if (world.size > 1)
         require_same(world, same_run_lines(c, binary_digest(), data.train->state().corpus, data.val_corpus()),
@@ -57,7 +56,7 @@ inline RunStart open_run(const Config& c, const std::set<std::string>& given, co
                                 : !c.init_from.empty() ? "weights of " + c.init_from
                                 : c.init == "random"   ? "every tensor random"
                                                        : c.init + " initialisation";
-    if (says) print_run(c, given, world, device, path.text, table, partition, data, weights);
+    if (says) print_run(c, world, device, path.text, table, partition, data, weights);
     bool has_steps = true;
     if (resumes) {
         require_same_model(c, start.checkpoint, "resume");

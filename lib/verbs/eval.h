@@ -2,7 +2,6 @@
 #pragma once
 #include <algorithm>
 #include <memory>
-#include <set>
 #include <string>
 #include <type_traits>
 
@@ -12,14 +11,14 @@
 #include "../run/training_data.h"
 #include "trained_model.h"
 
-inline void run_eval(Config c, const std::set<std::string>& given, World& world) {
+inline void run_eval(Config c, World& world) {
     const TrainedModel trained = open_trained_model(c);
-    if (!given.count("batch")) c.batch = 1;
+    if (!c.is_given("batch")) c.batch = 1;
     const std::unique_ptr<Tokenizer> tokenizer =
         Tokenizer::find(c.tokenizer, c.vocab_dir, c.vocab_size, c.vocab_digest);
     const EvaluationData data = open_evaluation_data(c, trained.folder, world, tokenizer.get());
     const int64_t samples =
-        given.count("eval-batches") ? std::min(data.samples(), c.eval_batches * c.batch) : data.samples();
+        c.is_given("eval-batches") ? std::min(data.samples(), c.eval_batches * c.batch) : data.samples();
     c.batch = std::min(c.batch, std::max<int64_t>(1, (samples + world.size - 1) / world.size));
     with_trained_model(c, *trained.weights, world, [&](auto& model) {
         auto& dev = model.dev;

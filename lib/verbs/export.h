@@ -215,9 +215,9 @@ inline std::unique_ptr<Tokenizer> read_hf_vocabulary(const Config& c, const std:
 inline void import_checkpoint(Config c) {
     if (c.from.empty()) fail_usage("import: --from is missing: a folder that export wrote");
     const std::string from = c.from, to = c.out;
-    apply_preset(c, {});
+    apply_preset(c);
     read_hf_config(c, from);
-    resolve_batch(c, {}, 1, false);
+    resolve_batch(c, 1, false);
     const std::unique_ptr<Tokenizer> tokenizer = read_hf_vocabulary(c, from);
     if (!file_exists(from + "/model.safetensors") && file_exists(from + "/model.safetensors.index.json"))
         fail(

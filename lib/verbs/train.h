@@ -1,7 +1,6 @@
 // train.h: what the verb `train` needs of the model beside its loop: whether it fits, what log.jsonl says of its
 // layers, and --dump-state. Included by train_nsa.cu behind the model.
 #pragma once
-#include <set>
 #include <string>
 #include <vector>
 
@@ -51,8 +50,7 @@ std::string layer_statistics(const Activations<Dev>& a) {
 // --dump-state: the first batch with everything that it leads to, for another program to compare itself with. c:
 // all options of the run.
 template <class Dev>
-void dump_first_batch(const Config& c, Model<Dev>& model, Activations<Dev>& a, DataLoader& loader,
-                      const std::set<std::string>& given) {
+void dump_first_batch(const Config& c, Model<Dev>& model, Activations<Dev>& a, DataLoader& loader) {
     const NsaShape& s = a.shape;
     Buffers buffers;
     StateDump d;
@@ -74,5 +72,5 @@ void dump_first_batch(const Config& c, Model<Dev>& model, Activations<Dev>& a, D
         d.selection.back().resize(size_t(s.B) * s.G * s.T * s.selection_words());
         model.dev.copy(d.selection.back().data(), a.layer[i].selection, d.selection.back().size());
     }
-    write_state_dump(c.dump_state, std::move(d), config_json(c), command_line(c, given, "dump-state"));
+    write_state_dump(c.dump_state, std::move(d), config_json(c), command_line(c, "dump-state"));
 }

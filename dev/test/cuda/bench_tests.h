@@ -202,9 +202,8 @@ TEST(cuda_bench_64k_tokens_fit_80_gb) {
     for (const char* recompute : {"0", "1", "2"}) {
         const char* words[] = {"train_nsa", "--model", "125m", "--seq-len",   "65536",  "--total-batch",
                                "65536",     "--batch", "1",    "--recompute", recompute};
-        std::set<std::string> given;
-        Config c = parse_options(int(std::size(words)), words, given);
-        apply_preset(c, given);
+        Config c = parse_options(int(std::size(words)), words);
+        apply_preset(c);
         validate_model(c, "test");
         const double all = training_gib(dev, c, std::string("125m, 1 x 65536, --recompute ") + recompute);
         if (c.recompute > 0) CHECK(all < 79);

@@ -254,18 +254,14 @@ inline std::string first_verb(const Option& o) {
 }
 
 // parse_options on a list of words, in this process.
-inline Config parse(const Words& words, std::set<std::string>* given_out = nullptr) {
+inline Config parse(const Words& words) {
     std::vector<const char*> argv = {"train_nsa"};
     for (const std::string& word : words) argv.push_back(word.c_str());
-    std::set<std::string> given;
-    Config c = parse_options(int(argv.size()), argv.data(), given);
-    if (given_out) *given_out = given;
-    return c;
+    return parse_options(int(argv.size()), argv.data());
 }
 inline Config parse_and_preset(const Words& words) {
-    std::set<std::string> given;
-    Config c = parse(words, &given);
-    apply_preset(c, given);
+    Config c = parse(words);
+    apply_preset(c);
     return c;
 }
 

@@ -95,7 +95,7 @@ PROGRAM_TEST(run_takes_odd_names) {
     REQUIRE_GOOD(run({"tokenize", "--tokenizer", "bytes", "--in", odd, "--out", folder.file("~{a,b}")}));
     REQUIRE_GOOD(train({{"prompt", "~/x {a,b}"}, {"out", folder.file("run")}}));
     CHECK_EQUAL(shell_word("it's"), std::string("'it'\\''s'"));
-    CHECK_EQUAL(command_line(parse({"--out", "a b", "--steps", "2"}), {"out", "steps"}, ""),
+    CHECK_EQUAL(command_line(parse({"--out", "a b", "--steps", "2"}), ""),
                 std::string("./train_nsa --steps 2 --out 'a b'"));
 }
 
@@ -196,11 +196,10 @@ TEST(run_help_tells_the_presets_as_they_are) {
         Words words;
         std::istringstream in(line->substr(line->find("= ") + 2));
         for (std::string word; in >> word;) words.push_back(word);
-        std::set<std::string> given;
-        const Config told = parse(words, &given), preset = parse_and_preset({"--model", p.model});
+        const Config told = parse(words), preset = parse_and_preset({"--model", p.model});
         for (const Option& o : OPTIONS) {
             if (std::string(o.default_text) != "preset") continue;
-            CHECK(given.count(o.name) == 1);
+            CHECK(told.is_given(o.name));
             if (std::string(o.name) != "total-batch") CHECK_EQUAL(value_text(told, o), value_text(preset, o));
         }
         CHECK_EQUAL(told.total_batch, p.total_batch);
@@ -212,11 +211,10 @@ PROGRAM_TEST(run_options_come_from_a_file) {
     const std::string file = folder.file("options.json");
     const auto read = [&](const std::string& json, const Words& words = {}) {
         write_file(file, json);
-        std::set<std::string> given;
-        Config c = parse(joined({"--config", file}, words), &given);
-        read_options_file(c, given, false);
-        CHECK(given.count("steps") == 1);
-        apply_preset(c, given);
+        Config c = parse(joined({"--config", file}, words));
+        read_options_file(c, false);
+        CHECK(c.is_given("steps"));
+        apply_preset(c);
         return c;
     };
     const Config c = read(
@@ -225,11 +223,10 @@ PROGRAM_TEST(run_options_come_from_a_file) {
         {"--lr", "0.5"});
     CHECK(c.lr == 0.5 && c.seq_len == 64 && c.head_dim == 16 && c.attention == "full" && c.steps == 7);
     CHECK(c.resume && c.layers == 12 && c.warmup == "700");  // the rest as in the file's preset
-    std::set<std::string> given;
     write_file(file, "{\"batch\": \"auto\", \"log_every\": \"auto\"}");
-    Config automatic = parse({"--config", file}, &given);
-    read_options_file(automatic, given, false);
-    CHECK(!given.count("batch") && automatic.log_every == 0);
+    Config automatic = parse({"--config", file});
+    read_options_file(automatic, false);
+    CHECK(!automatic.is_given("batch") && automatic.log_every == 0);
     for (const auto& [json, words] : std::vector<std::pair<std::string, std::string>>{
              {"{\"stepz\": 1}", "--stepz is no option (--help lists them)"},
              {"{\"tokens\": 1}", "--tokens is no option"},

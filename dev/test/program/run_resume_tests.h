@@ -11,10 +11,8 @@ PROGRAM_TEST(resume_inherits_every_option) {
     const std::set<std::string> not_inherited = {"out",           "resume",     "config", "allow-new-data",
                                                  "profile-steps", "dump-state", "help",   "version"};
     const auto started = [](const Words& words) {
-        std::set<std::string> given;
-        Config c = parse(words, &given);
-        apply_preset(c, given);
-        resolve_batch(c, given, 1, false);
+        Config c = parse_and_preset(words);
+        resolve_batch(c, 1, false);
         return c;
     };
     const Config standard = started({});
@@ -34,19 +32,17 @@ PROGRAM_TEST(resume_inherits_every_option) {
         const Config first = started({"--" + name + "=" + value});
         CHECK(value_text(first, o) != now);
         write_file(folder.file("run.json"), manifest_json(first));
-        std::set<std::string> given;
-        Config resumed = parse({"--resume", "--out", folder.path}, &given);
-        CHECK(inherit_options(resumed, given));
-        apply_preset(resumed, given);
+        Config resumed = parse({"--resume", "--out", folder.path});
+        CHECK(inherit_options(resumed));
+        apply_preset(resumed);
         CHECK_EQUAL(value_text(resumed, o), value_text(with_absolute_paths(first), o));
         if (o.flag) continue;  // cannot be given as off, and need not
         // What is given with --resume counts.
         const std::string other = o.text && !o.choices ? "/another" : now;
         if (o.integer && std::atof(other.c_str()) < o.low) continue;
-        given.clear();
-        Config changed = parse({"--resume", "--out=" + folder.path, "--" + name + "=" + other}, &given);
-        CHECK(inherit_options(changed, given));
-        apply_preset(changed, given);
+        Config changed = parse({"--resume", "--out=" + folder.path, "--" + name + "=" + other});
+        CHECK(inherit_options(changed));
+        apply_preset(changed);
         CHECK_EQUAL(value_text(changed, o), other);
     }
 }
@@ -130,21 +126,22 @@ TEST_LONG(pytorch_repeats_an_update) {
 TEST(resume_gives_up_what_the_machine_cannot_give) {
     const GpuSearch gpus = search_by_engine<void>();
     const bool gpu = gpus.count > 0;
-    const auto on_two_processors = [&](const std::set<std::string>& given) {
+    const auto on_two_processors = [&](Source source) {
         Config c;
-        c.device = "cuda", c.cpu_dtype = "bf16";
-        c.threads = 3;
-        drop_unsupported_options(c, given, 2, gpus);
+        overlay(c, option_named("device"), "cuda", source);
+        overlay(c, option_named("cpu-dtype"), "bf16", source);
+        overlay(c, option_named("threads"), "3", source);
+        drop_unsupported_options(c, 2, gpus);
         return c;
     };
-    const Config c = on_two_processors({});
+    const Config c = on_two_processors(Source::RUN_JSON);
     CHECK_EQUAL(c.threads, 0);
-    CHECK_EQUAL(c.given_up.at("threads"), "this rank has 2 processors");
+    CHECK_EQUAL(c.settings.at("threads").reason, "this rank has 2 processors");
     CHECK_EQUAL(c.device, gpu ? "cuda" : "auto");
     CHECK_EQUAL(c.cpu_dtype, gpu ? "fp32" : "bf16");
-    if (!gpu) CHECK_EQUAL(c.given_up.at("device"), why_no_gpu(gpus));
-    const Config kept = on_two_processors({"threads", "device", "cpu-dtype"});
-    CHECK(kept.given_up.empty() && kept.threads == 3 && kept.device == "cuda");
+    if (!gpu) CHECK_EQUAL(c.settings.at("device").reason, why_no_gpu(gpus));
+    const Config kept = on_two_processors(Source::COMMAND_LINE);
+    CHECK(kept.cpu_dtype == "bf16" && kept.threads == 3 && kept.device == "cuda");
 
     using namespace program;
     TempFolder folder;

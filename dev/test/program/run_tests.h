@@ -640,12 +640,10 @@ TEST(run_batch_sizes_follow_from_what_was_given) {
         {{"--total-batch", "2048", "--batch", "2"}, 2, 2, 2048},
     };
     for (const auto& g : good) {
-        std::set<std::string> given;
-        Config c = program::parse(g.words, &given);
-        apply_preset(c, given);
+        Config c = program::parse_and_preset(g.words);
         World world;
         world.size = g.ranks;
-        resolve_batch(c, given, world.size, false);
+        resolve_batch(c, world.size, false);
         CHECK_EQUAL(c.batch, g.batch);
         CHECK_EQUAL(c.total_batch, g.total);
     }
@@ -660,22 +658,18 @@ TEST(run_batch_sizes_follow_from_what_was_given) {
                      {{"--total-batch", "2048", "--batch", "8"}, 2, "--batch 8"},
                      {{"--total-batch", "2048", "--batch", "16"}, 1, "--batch 16"}};
     for (const auto& b : bad) {
-        std::set<std::string> given;
-        Config c = program::parse(b.words, &given);
-        apply_preset(c, given);
+        Config c = program::parse_and_preset(b.words);
         World world;
         world.size = b.ranks;
-        CHECK_FAILS(2, b.named, resolve_batch(c, given, world.size, false));
+        CHECK_FAILS(2, b.named, resolve_batch(c, world.size, false));
     }
     // Whatever is chosen fits together, and the 125m preset on a CPU takes steps that end within a day.
     for (const char* model : {"tiny", "2m", "50m", "125m", "350m"})
         for (int ranks = 1; ranks <= 9; ranks++) {
-            std::set<std::string> given;
-            Config c = program::parse({"--model", model}, &given);
-            apply_preset(c, given);
+            Config c = program::parse_and_preset({"--model", model});
             World world;
             world.size = ranks;
-            resolve_batch(c, given, world.size, false);
+            resolve_batch(c, world.size, false);
             CHECK(c.batch >= 1 && c.total_batch > 0 && c.total_batch % (c.batch * c.seq_len * ranks) == 0);
         }
 }
