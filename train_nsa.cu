@@ -1048,7 +1048,7 @@ struct Run {
         gradient_norm(model, s.step, reducer.get());
         dev.send(model.results, model.RESULTS);
         apply_update(model, s.step, s.lr, reducer.get());
-        if (statistics) s.statistics = layer_statistics(*activations);
+        if (statistics) s.layers = summarise_layers(*activations);
         state.step = s.step;
         s.all_tokens = state.tokens += uint64_t(c.total_batch);
         state.loader = loader_numbers(data.train->state());

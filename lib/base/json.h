@@ -1,10 +1,13 @@
-// json.h: a strict JSON reader (RFC 8259) and string quoting, for vocabularies, configs, safetensors headers, manifests
-// and .jsonl files. It accepts nothing beyond the standard: no comments, trailing commas, NaN, duplicate keys or
-// invalid UTF-8.
+// json.h: JSON (RFC 8259), read and written, for vocabularies, configs, safetensors headers, manifests and .jsonl
+// files. The reader is strict and accepts nothing beyond the standard: no comments, trailing commas, NaN, duplicate
+// keys or invalid UTF-8. Json{{"step", 7}, {"loss", {0.5, "%.6f"}}}.to_text() is {"step": 7, "loss": 0.500000}.
 #pragma once
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
+#include <initializer_list>
+#include <type_traits>
+#include <utility>
 
 #include "util.h"
 
@@ -51,26 +54,87 @@ inline std::string json_quote(const std::string& utf8, bool keep_bytes = false) 
     return out + "\"";
 }
 
-// JSON has no NaN.
-inline std::string json_number(const char* format, double x) {
-    return std::isfinite(x) ? format_text(format, x) : "null";
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
-// A parsed value. `where` in the accessors begins the error message: the file, and the part of it that is being read.
+// A value, parsed or to be written. `where` in the accessors begins the error message: the file, and the part of it
+// that is being read.
 
 struct Json {
     enum Kind { Null, Bool, Number, String, Array, Object };
+    // {"a": 1, "b": 2}; {"a":1,"b":2}; or SPACED, but with a line for each member.
+    enum Style { SPACED, COMPACT, LINES };
+    using Member = std::pair<std::string, Json>;
 
     Kind kind = Null;
     bool is_true = false;           // of a Bool
     bool is_integer = false;        // a Number that is written as an integer and fits an int64
+    bool keeps_bytes = false;       // a String to be written so, see json_quote
     double number_value = 0;        // of a Number
     int64_t integer_value = 0;      // of a Number with is_integer
-    std::string text;               // of a String, UTF-8
+    std::string text;               // of a String, UTF-8; of a Number, as it is written
     std::vector<Json> items;        // of an Array; of an Object, the values in the order of the file
     std::vector<std::string> keys;  // of an Object: keys[i] is the key of items[i]
     uint64_t offset = 0;            // byte of the file where the value begins
+
+    Json() = default;
+    explicit Json(Kind empty) : kind(empty) {}
+    Json(const char* utf8) : kind(String), text(utf8) {}
+    Json(std::string utf8, bool bytes = false) : kind(String), keeps_bytes(bytes), text(std::move(utf8)) {}
+    // An integer, or true or false.
+    template <class T, std::enable_if_t<std::is_integral_v<T>, int> = 0>
+    Json(T x) : kind(std::is_same_v<T, bool> ? Bool : Number), is_true(x), number_value(double(x)) {
+        if (kind == Bool) return;
+        is_integer = true;
+        integer_value = int64_t(x);
+        text = std::to_string(x);
+    }
+    // A number as printf writes it. JSON has no NaN: what is not finite becomes null.
+    Json(double x, const char* format) {
+        if (!std::isfinite(x)) return;
+        kind = Number;
+        text = format_text(format, x);
+        number_value = std::strtod(text.c_str(), nullptr);
+    }
+    Json(std::initializer_list<Member> members) : kind(Object) { add(members); }
+
+    Json& add(const std::string& key, Json value) {
+        keys.push_back(key);
+        items.push_back(std::move(value));
+        return *this;
+    }
+    Json& add(std::initializer_list<Member> members) {
+        for (const auto& [key, value] : members) add(key, value);
+        return *this;
+    }
+    // An array; and one of numbers that printf writes.
+    template <class Values>
+    static Json list(const Values& values) {
+        Json all(Array);
+        for (const auto& value : values) all.items.emplace_back(value);
+        return all;
+    }
+    static Json numbers(const std::vector<double>& values, const char* format) {
+        Json all(Array);
+        for (const double x : values) all.items.emplace_back(x, format);
+        return all;
+    }
+
+    std::string to_text(Style style = SPACED) const {
+        if (kind == String) return json_quote(text, keeps_bytes);
+        if (kind == Number) return text;
+        if (kind == Bool) return is_true ? "true" : "false";
+        if (kind == Null) return "null";
+        const char *const comma = style == COMPACT ? ","
+                                  : style == LINES ? ",\n "
+                                                   : ", ",
+                          *const colon = style == COMPACT ? ":" : ": ";
+        std::string all;
+        for (size_t i = 0; i < items.size(); i++) {
+            all += i ? comma : "";
+            if (kind == Object) all += json_quote(keys[i]) + colon;
+            all += items[i].to_text(style == COMPACT ? COMPACT : SPACED);
+        }
+        return kind == Object ? "{" + all + "}" : "[" + all + "]";
+    }
 
     static const char* name(Kind kind) {
         static const char* const names[] = {"null", "true or false", "a number", "a string", "an array", "an object"};
@@ -198,6 +262,7 @@ struct JsonParser {
             fail("%s: byte %llu: the number is beyond a double's range", where.c_str(),
                  (unsigned long long)value.offset);
         errno = 0;
+        value.text = digits;
         value.integer_value = whole ? std::strtoll(digits.c_str(), nullptr, 10) : 0;
         value.is_integer = whole && errno == 0;
         if (!value.is_integer) value.integer_value = 0;

@@ -46,21 +46,16 @@ inline int safetensors_dtype_bytes(const std::string& dtype) {
 inline FileRecord write_safetensors(const std::string& path,
                                     const std::vector<std::pair<std::string, std::string>>& metadata,
                                     const std::vector<TensorView>& tensors) {
-    std::string header = "{";
-    if (!metadata.empty()) {
-        header += "\"__metadata__\":{";
-        for (size_t i = 0; i < metadata.size(); i++)
-            header += (i ? "," : "") + json_quote(metadata[i].first) + ":" + json_quote(metadata[i].second);
-        header += "}";
-    }
+    Json root(Json::Object), notes(Json::Object);
+    for (const auto& [name, text] : metadata) notes.add(name, text);
+    if (!metadata.empty()) root.add("__metadata__", notes);
     uint64_t offset = 0;
     for (const TensorView& t : tensors) {
-        header += (header.size() > 1 ? "," : "") + json_quote(t.name) + ":{\"dtype\":\"" + t.dtype + "\",\"shape\":[";
-        for (size_t i = 0; i < t.shape.size(); i++) header += (i ? "," : "") + std::to_string(t.shape[i]);
-        header += "],\"data_offsets\":[" + std::to_string(offset) + "," + std::to_string(offset + t.bytes) + "]}";
+        const Json offsets = Json::list(std::vector<uint64_t>{offset, offset + t.bytes});
+        root.add(t.name, {{"dtype", t.dtype}, {"shape", Json::list(t.shape)}, {"data_offsets", offsets}});
         offset += t.bytes;
     }
-    header += "}";
+    std::string header = root.to_text(Json::COMPACT);
     header.append((8 - header.size() % 8) % 8, ' ');  // the data begins at a multiple of 8 bytes
     FileWriter out(path);
     const uint64_t length = header.size();

@@ -130,7 +130,7 @@ LogSeries thin_out(const LogSeries& series) {
 static std::string series_json(const LogSeries& series) {
     std::vector<std::string> points;
     for (const LogPoint& p : thin_out(series))
-        points.push_back(format_text("[%.0f,%.0f,%.6g,", p.step, p.tokens, p.hours) + json_number("%.7g", p.value) +
+        points.push_back(format_text("[%.0f,%.0f,%.6g,", p.step, p.tokens, p.hours) + Json(p.value, "%.7g").to_text() +
                          "]");
     return list_json(points);
 }

@@ -31,14 +31,12 @@ NsaShape shape_of(const ModelConfig& c, int64_t B, int64_t T) {
 std::string config_json(const ModelConfig& model) {
     Config c;
     static_cast<ModelConfig&>(c) = model;
-    std::string text = "{\"architecture\": \"nsa\"";
+    Json root = {{"architecture", "nsa"}};
     for (const Option& o : OPTIONS)
-        if (o.traits & OF_MODEL)
-            text +=
-                ", \"" + underscored(o.name) + "\": " + (o.integer ? value_text(c, o) : json_quote(value_text(c, o)));
-    text += ", \"vocab_size\": " + std::to_string(c.vocab_size);
-    if (c.vocab_digest) text += format_text(", \"vocab_digest\": \"%08x\"", c.vocab_digest);
-    return text + format_text(", \"norm_eps\": %g}\n", NORM_EPS);
+        if (o.traits & OF_MODEL) root.add(underscored(o.name), o.integer ? Json(c.*o.integer) : Json(value_text(c, o)));
+    root.add("vocab_size", c.vocab_size);
+    if (c.vocab_digest) root.add("vocab_digest", format_text("%08x", c.vocab_digest));
+    return root.add("norm_eps", {NORM_EPS, "%g"}).to_text() + "\n";
 }
 
 void read_config_json(Config& c, const std::string& path) {
@@ -135,14 +133,15 @@ std::unique_ptr<SafeTensors> open_initial_weights(const TrainConfig& c, const st
 }
 
 std::string options_json(const Config& c) {
-    std::string text = "{\"program\": \"train_nsa\"";
+    Json root = {{"program", "train_nsa"}};
     for (const Option& o : OPTIONS) {
         const std::string name = o.name;
         if (!(o.verbs & TRAIN) || name == "help" || name == "version" || name == "resume") continue;
-        text += ",\n \"" + underscored(name) +
-                "\": " + (o.integer || o.real ? value_text(c, o) : json_quote(value_text(c, o), name != "prompt"));
+        root.add(underscored(name), o.integer ? Json(c.*o.integer)
+                                    : o.real  ? Json(c.*o.real, "%.15g")
+                                              : Json(value_text(c, o), name != "prompt"));
     }
-    return text + "}\n";
+    return root.to_text(Json::LINES) + "\n";
 }
 
 std::string same_run_lines(const Config& c, const std::string& program, uint64_t train, uint64_t val) {

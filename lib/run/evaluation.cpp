@@ -42,20 +42,20 @@ void print_evaluation(const std::string& checkpoint, const std::string& set, con
 
 std::string evaluation_json(const std::string& checkpoint, const std::string& set, const EvalResult& r,
                             int64_t seq_len) {
-    std::string text = "{\"checkpoint\": " + json_quote(checkpoint) + ", \"set\": " + json_quote(set) +
-                       format_text(", \"seq_len\": %lld, \"samples\": %llu, \"tokens\": %llu", (long long)seq_len,
-                                   (unsigned long long)r.samples, (unsigned long long)r.tokens);
-    const auto add = [&](const char* name, double x) {
-        text += format_text(", \"%s\": ", name) + json_number("%.9g", x);
-    };
-    add("loss", r.loss), add("perplexity", std::exp(r.loss));
-    if (r.bytes) add("bits_per_byte", r.bits_per_byte());
-    if (r.answers) add("recall_loss", r.answer_loss);
-    text += ", \"by_tokens_in_sight\": [";
+    Json line = {{"checkpoint", checkpoint},
+                 {"set", set},
+                 {"seq_len", seq_len},
+                 {"samples", r.samples},
+                 {"tokens", r.tokens},
+                 {"loss", {r.loss, "%.9g"}},
+                 {"perplexity", {std::exp(r.loss), "%.9g"}}};
+    if (r.bytes) line.add("bits_per_byte", {r.bits_per_byte(), "%.9g"});
+    if (r.answers) line.add("recall_loss", {r.answer_loss, "%.9g"});
+    Json ranges(Json::Array);
     for (size_t i = 0; i < POSITION_RANGES && r.range_tokens[i]; i++)
-        text += format_text("%s{\"first\": %zu, \"last\": %zu, \"tokens\": %llu, \"loss\": ", i ? ", " : "",
-                            range_begin(i) + 1, std::min(range_begin(i + 1), size_t(seq_len)),
-                            (unsigned long long)r.range_tokens[i]) +
-                json_number("%.9g", r.range_loss[i]) + "}";
-    return text + "]}\n";
+        ranges.items.push_back({{"first", range_begin(i) + 1},
+                                {"last", std::min(range_begin(i + 1), size_t(seq_len))},
+                                {"tokens", r.range_tokens[i]},
+                                {"loss", {r.range_loss[i], "%.9g"}}});
+    return line.add("by_tokens_in_sight", ranges).to_text() + "\n";
 }

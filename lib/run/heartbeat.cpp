@@ -8,27 +8,23 @@ void Heartbeat::warn() {
     warned = true;
 }
 
-void Heartbeat::append(const std::string& line) {
+void Heartbeat::append(const std::initializer_list<Json::Member>& members) {
+    const std::string line =
+        Json{{"time", {unix_time(), "%.3f"}}, {"rank", rank}}.add(members).to_text(Json::COMPACT) + "\n";
     if (file >= 0 && !error_of([&] { write_all(file, line.data(), line.size(), path); }).empty()) warn();
 }
 
 void Heartbeat::step_done(int64_t step, const char* phase, double seconds, double loss) {
-    const std::string loss_text = std::isfinite(loss) ? format_text("%.6f", loss) : "null";
-    append(format_text(
-        "{\"time\":%.3f,\"rank\":%d,\"step\":%lld,\"phase\":\"%s\",\"ms\":%.2f,\"loss\":%s,\"memory_mib\":%.1f}\n",
-        unix_time(), rank, (long long)step, phase ? phase : "start", seconds * 1000, loss_text.c_str(),
-        resident_bytes() / (1 << 20)));
+    append({{"step", step},
+            {"phase", phase ? phase : "start"},
+            {"ms", {seconds * 1000, "%.2f"}},
+            {"loss", {loss, "%.6f"}},
+            {"memory_mib", {resident_bytes() / (1 << 20), "%.1f"}}});
 }
 
-void Heartbeat::waits(int64_t step) {
-    const auto at = (long long)step;
-    append(format_text("{\"time\":%.3f,\"rank\":%d,\"waiting_in_step\":%lld}\n", unix_time(), rank, at));
-}
+void Heartbeat::waits(int64_t step) { append({{"waiting_in_step", step}}); }
 
-void Heartbeat::stalls(int64_t step, const std::string& text) {
-    append(format_text("{\"time\":%.3f,\"rank\":%d,\"stalled_in_step\":%lld,\"text\":%s}\n", unix_time(), rank,
-                       (long long)step, json_quote(text).c_str()));
-}
+void Heartbeat::stalls(int64_t step, const std::string& text) { append({{"stalled_in_step", step}, {"text", text}}); }
 
 std::string Heartbeat::ranks_behind(int ranks, int64_t step) const {
     const size_t number = path.rfind(std::to_string(rank));

@@ -25,7 +25,7 @@ class Heartbeat {
     // A file that cannot be written is reported once and does not stop the run.
     void warn();
     // Writes the line in one piece where the disk takes it so: then lines of two threads do not mix.
-    void append(const std::string& line);
+    void append(const std::initializer_list<Json::Member>& members);
 
   public:
     Heartbeat(const std::string& file_path, int my_rank) : path(file_path), rank(my_rank) {

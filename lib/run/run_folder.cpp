@@ -112,9 +112,9 @@ void remove_halt_file(const std::string& out) {
                              std::strerror(errno)));
 }
 
-void RunLog::line(FILE* file, const std::string& s) {
-    const bool written = std::fprintf(file, "%s\n", s.c_str()) >= 0 && std::fflush(file) == 0;
-    if (written && (file == text || !events || add_event(parse_json(s, "log.jsonl")))) return;
+void RunLog::write(FILE* file, const std::string& line, const Json* record) {
+    const bool written = std::fprintf(file, "%s\n", line.c_str()) >= 0 && std::fflush(file) == 0;
+    if (written && (!record || !events || add_event(*record))) return;
     if (!warned)
         complain(format_text("cannot write the run's log: %s; lines are missing there from now on, stdout has them",
                              std::strerror(errno)));
@@ -127,16 +127,16 @@ void RunLog::sync() {
         if (fsync(fileno(file)) != 0) fail("cannot sync the run's log: %s", std::strerror(errno));
 }
 
-bool RunLog::add_event(const Json& line) {
-    const bool validation = std::any_of(line.keys.begin(), line.keys.end(),
+bool RunLog::add_event(const Json& record) {
+    const bool validation = std::any_of(record.keys.begin(), record.keys.end(),
                                         [](const std::string& key) { return key.compare(0, 8, "val_loss") == 0; });
     std::vector<std::pair<std::string, double>> scalars;
-    for_each_number(line, [&](std::string name, double x) {
+    for_each_number(record, [&](std::string name, double x) {
         if (validation) name = "val/" + (name.compare(0, 8, "val_loss") ? name : name.substr(4));
         else if (name.find('/') == std::string::npos) name = "train/" + name;
         if (std::isfinite(x) || (name != "train/loss_z" && name != "train/norm_z")) scalars.emplace_back(name, x);
     });
-    return scalars.empty() || events->add(line.number("time", "log.jsonl"), line.integer("step", "log.jsonl"), scalars);
+    return scalars.empty() || events->add(record.number("time", ""), record.integer("step", ""), scalars);
 }
 
 void RunLog::drop_lines_after(const std::string& path, const char* before_step, int64_t last_step) {

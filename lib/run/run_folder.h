@@ -93,8 +93,9 @@ struct RunLog {
         for (FILE* file : {text, json}) std::fclose(file);
     }
 
-    // A full disk costs lines, not the run.
-    void line(FILE* file, const std::string& s);
+    // Of main.log, and of log.jsonl and TensorBoard. A full disk costs lines, not the run.
+    void add_line(const std::string& line) { write(text, line); }
+    void add_record(const Json& record) { write(json, record.to_text(Json::COMPACT), &record); }
 
     // Before a checkpoint is committed: nobody will write the lines up to its step again.
     void sync();
@@ -103,7 +104,9 @@ struct RunLog {
     bool warned = false;
 
     // The z-scores of the first 128 steps are not known yet; whatever else is not finite is shown as such.
-    bool add_event(const Json& line);
+    bool add_event(const Json& record);
+
+    void write(FILE* file, const std::string& line, const Json* record = nullptr);
 
     static void drop_lines_after(const std::string& path, const char* before_step, int64_t last_step);
 };

@@ -81,8 +81,8 @@ std::string write_bad_step(const std::string& out, const StepResult& s, int rank
     return path;
 }
 
-std::string layer_statistics_json(const std::vector<float>& gate, const std::vector<uint32_t>& masks, size_t words,
-                                  const std::vector<float>& chosen) {
+Json summarise_layer(const std::vector<float>& gate, const std::vector<uint32_t>& masks, size_t words,
+                     const std::vector<float>& chosen) {
     const size_t rows = gate.size() / 3, queries = masks.size() / words;
     double mean[3] = {}, entropy = 0, importance = 0;
     for (size_t r = 0; r < rows; r++) {
@@ -102,19 +102,19 @@ std::string layer_statistics_json(const std::vector<float>& gate, const std::vec
     }
     for (float share : chosen) importance += share / double(chosen.size());
     const double all = mean[0] + mean[1] + mean[2];
-    const auto number = [](double x) { return json_number("%.4f", x); };
-    const auto three = [&](double by) {
-        return number(mean[0] / by) + "," + number(mean[1] / by) + "," + number(mean[2] / by);
-    };
-    return "{\"gate\":[" + three(1) + "],\"gate_share\":[" + three(all) + "],\"gate_entropy\":" + number(entropy) +
-           format_text(",\"blocks_mean\":%.2f,\"blocks_max\":%llu", double(selected) / double(queries),
-                       (unsigned long long)largest) +
-           ",\"importance_selected\":" + number(importance) + "}";
+    std::vector<double> gates(mean, mean + 3), shares;
+    for (const double gate_mean : gates) shares.push_back(gate_mean / all);
+    return {{"gate", Json::numbers(gates, "%.4f")},
+            {"gate_share", Json::numbers(shares, "%.4f")},
+            {"gate_entropy", {entropy, "%.4f"}},
+            {"blocks_mean", {double(selected) / double(queries), "%.2f"}},
+            {"blocks_max", largest},
+            {"importance_selected", {importance, "%.4f"}}};
 }
 
 // How each line of log.jsonl begins. time: of the day, which somebody may set; clock: counts the seconds at work.
-static std::string log_stamp(int64_t step) {
-    return format_text("{\"step\":%lld,\"time\":%.3f,\"clock\":%.3f", (long long)step, unix_time(), seconds_now());
+static Json begin_record(int64_t step) {
+    return {{"step", step}, {"time", {unix_time(), "%.3f"}}, {"clock", {seconds_now(), "%.3f"}}};
 }
 
 void RunPrinter::log_start(const TrainState& state, const std::string& version, const std::string& device, int of_ranks,
@@ -123,17 +123,14 @@ void RunPrinter::log_start(const TrainState& state, const std::string& version, 
     tokens = state.tokens;
     flops_per_token = flops;
     peak_flops = peak;
-    log->line(log->json,
-              log_stamp(state.step) +
-                  format_text(",\"tokens\":%llu,\"start\":{\"version\":%s,\"device\":%s,"
-                              "\"ranks\":%d,\"parameters\":%lld,\"vocab_size\":%lld,\"flops_per_token\":%.0f,"
-                              "\"peak_flops\":%.6g}}",
-                              (unsigned long long)tokens, json_quote(version).c_str(), json_quote(device).c_str(),
-                              ranks, (long long)parameters, (long long)vocab_size, flops, peak));
+    const Json start = {{"version", version},          {"device", device},         {"ranks", ranks},
+                        {"parameters", parameters},    {"vocab_size", vocab_size}, {"flops_per_token", {flops, "%.0f"}},
+                        {"peak_flops", {peak, "%.6g"}}};
+    log->add_record(begin_record(state.step).add({{"tokens", tokens}, {"start", start}}));
 }
 
 void RunPrinter::log_sample(int64_t step, const std::string& text) {
-    log->line(log->json, log_stamp(step) + ",\"sample\":" + json_quote(text) + "}");
+    log->add_record(begin_record(step).add("sample", text));
 }
 
 void RunPrinter::start(int64_t step) {
@@ -151,8 +148,8 @@ double RunPrinter::lap() {
 void RunPrinter::print_step(const StepResult& s, double seconds, double peak_gpu_mib, bool last) {
     tokens = s.all_tokens;
     if (std::isnan(first_loss)) first_loss = s.loss;
-    log->line(log->text, format_text("s:%lld trl:%.6f lr:%.6e norm:%.4f", (long long)s.step, s.loss, s.lr, s.norm));
-    log->line(log->json, step_json(s, seconds, peak_gpu_mib));
+    log->add_line(format_text("s:%lld trl:%.6f lr:%.6e norm:%.4f", (long long)s.step, s.loss, s.lr, s.norm));
+    log->add_record(step_record(s, seconds, peak_gpu_mib));
     unprinted_seconds += seconds, unprinted_steps++;
     const bool due = log_every ? s.step % log_every == 0 : seconds_now() >= last_printed + 1;
     if (!due && s.step != first_step + 1 && s.step != steps && !last && !s.is_bad()) return;
@@ -178,30 +175,28 @@ void RunPrinter::print_validation(int64_t step, const std::string& set, bool dec
     const std::string of = decides ? "" : "/" + set;
     std::string line = format_text("step %04lld | val loss %.4f", (long long)step, r.loss);
     if (!set.empty()) line += " (" + set + ")";
-    std::string fields = log_stamp(step) + format_text(",\"tokens\":%llu", (unsigned long long)tokens);
-    const auto add = [&](const char* name, const std::string& value) { fields += ",\"" + (name + of) + "\":" + value; };
-    add("val_loss", json_number("%.6f", r.loss));
-    add("val_tokens", std::to_string(r.tokens));
-    if (decides && !set.empty()) add("val_set", json_quote(set));
+    Json record = begin_record(step);
+    record.add({{"tokens", tokens}, {"val_loss" + of, {r.loss, "%.6f"}}, {"val_tokens" + of, r.tokens}});
+    if (decides && !set.empty()) record.add("val_set", set);
     if (r.bytes) {
         line += format_text(" | bits/byte %.4f", r.bits_per_byte());
-        add("bits_per_byte", json_number("%.6f", r.bits_per_byte()));
+        record.add("bits_per_byte" + of, {r.bits_per_byte(), "%.6f"});
     }
     if (r.answers) {
         line += format_text(" | recall loss %.4f (chance %.4f)", r.answer_loss, std::log(SYNTHETIC_ALPHABET));
-        add("recall_loss", json_number("%.6f", r.answer_loss));
+        record.add("recall_loss" + of, {r.answer_loss, "%.6f"});
     }
     std::printf("%s\n", line.c_str());
-    log->line(log->text, format_text("s:%lld tel%s:%.6f", (long long)step, of.c_str(), r.loss));
-    log->line(log->json, fields + "}");
+    log->add_line(format_text("s:%lld tel%s:%.6f", (long long)step, of.c_str(), r.loss));
+    log->add_record(record);
 }
 
 void RunPrinter::print_choices(int64_t step, const ChoiceResult& r) {
     if (!log) return;
     std::printf("step %04lld | %s\n", (long long)step, describe_choices(r).c_str());
-    log->line(log->text, format_text("s:%lld eval:%.6f", (long long)step, r.accuracy_per_token()));
-    log->line(log->json, log_stamp(step) + format_text(",\"hellaswag\":%.6f,\"hellaswag_plain\":%.6f}",
-                                                       r.accuracy_per_token(), r.accuracy()));
+    log->add_line(format_text("s:%lld eval:%.6f", (long long)step, r.accuracy_per_token()));
+    log->add_record(begin_record(step).add(
+        {{"hellaswag", {r.accuracy_per_token(), "%.6f"}}, {"hellaswag_plain", {r.accuracy(), "%.6f"}}}));
 }
 
 double RunPrinter::median_speed() {
@@ -296,15 +291,20 @@ void RunPrinter::print_end(Stop stop, const TrainState& state, const TrainConfig
                     shell_word(c.out).c_str(), shell_word(c.out + ".html").c_str());
 }
 
-std::string RunPrinter::step_json(const StepResult& s, double seconds, double peak_gpu_mib) const {
-    std::string text =
-        log_stamp(s.step) + format_text(",\"loss\":%s,\"lr\":%.6e,\"grad_norm\":%s",
-                                        json_number("%.6f", s.loss).c_str(), s.lr, json_number("%.6f", s.norm).c_str());
-    text += format_text(",\"loss_z\":%s,\"norm_z\":%s,\"skipped\":%s", json_number("%.3f", s.loss_z).c_str(),
-                        json_number("%.3f", s.norm_z).c_str(), s.is_bad() ? "true" : "false");
-    text += format_text(",\"ms\":%.2f,\"tokens_per_s\":%.1f,\"tokens\":%llu,\"epoch\":%.6f,\"peak_memory_mib\":%.1f",
-                        seconds * 1e3, speed.back(), (unsigned long long)s.all_tokens,
-                        double(s.samples) / double(epoch_samples), peak_memory_mib());
-    if (peak_gpu_mib) text += format_text(",\"peak_gpu_memory_mib\":%.1f", peak_gpu_mib);
-    return text + s.statistics + "}";
+Json RunPrinter::step_record(const StepResult& s, double seconds, double peak_gpu_mib) const {
+    Json record = begin_record(s.step);
+    record.add({{"loss", {s.loss, "%.6f"}},
+                {"lr", {s.lr, "%.6e"}},
+                {"grad_norm", {s.norm, "%.6f"}},
+                {"loss_z", {s.loss_z, "%.3f"}},
+                {"norm_z", {s.norm_z, "%.3f"}},
+                {"skipped", s.is_bad()},
+                {"ms", {seconds * 1e3, "%.2f"}},
+                {"tokens_per_s", {speed.back(), "%.1f"}},
+                {"tokens", s.all_tokens},
+                {"epoch", {double(s.samples) / double(epoch_samples), "%.6f"}},
+                {"peak_memory_mib", {peak_memory_mib(), "%.1f"}}});
+    if (peak_gpu_mib) record.add("peak_gpu_memory_mib", {peak_gpu_mib, "%.1f"});
+    if (!s.layers.items.empty()) record.add("layers", s.layers);
+    return record;
 }

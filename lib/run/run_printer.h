@@ -50,7 +50,7 @@ void print_selected(const std::string& kernels);
 struct StepResult {
     int64_t step = 0;
     double lr = 0;
-    std::string statistics;       // ",\"layers\": ..." or ""
+    Json layers;                  // what summarise_layer() says of each, in a step of statistics
     uint64_t samples = 0;         // that the loader has dealt out by the end of this step, of these data
     uint64_t all_tokens = 0;      // that the run has been given by then
     std::vector<int32_t> tokens;  // [samples of this rank, T]
@@ -71,8 +71,8 @@ std::string write_bad_step(const std::string& out, const StepResult& s, int rank
 
 // One layer's gates (3, rows), selection masks (queries, words) and chosen shares of the importance (queries), as JSON:
 // mean gate and share of each branch, the gates' entropy, selected blocks, share of the importance that fell on them.
-std::string layer_statistics_json(const std::vector<float>& gate, const std::vector<uint32_t>& masks, size_t words,
-                                  const std::vector<float>& chosen);
+Json summarise_layer(const std::vector<float>& gate, const std::vector<uint32_t>& masks, size_t words,
+                     const std::vector<float>& chosen);
 
 // Prints and logs on rank 0 while the run goes on. The other ranks have one too, for its clocks.
 struct RunPrinter {
@@ -135,7 +135,7 @@ struct RunPrinter {
                    bool has_vocabulary) const;
 
   private:
-    std::string step_json(const StepResult& s, double seconds, double peak_gpu_mib) const;
+    Json step_record(const StepResult& s, double seconds, double peak_gpu_mib) const;
 };
 
 #ifndef COMPILED_APART  // see lib/cpu/kernels.cpp

@@ -1,12 +1,6 @@
 // train_state.cpp: the functions of train_state.h.
 #include "train_state.h"
 
-static std::string numbers_json(const std::vector<double>& values) {
-    std::string text = "[";
-    for (double v : values) text += format_text("%s%.17g", text.size() > 1 ? ", " : "", v);
-    return text + "]";
-}
-
 std::string state_json(const TrainState& s, const std::string& options, int ranks,
                        const std::vector<std::string>& shards) {
     std::string text =
@@ -17,7 +11,8 @@ std::string state_json(const TrainState& s, const std::string& options, int rank
         text += format_text("%s\"%llu\"", i ? ", " : "", (unsigned long long)s.loader[i]);
     text += "],\n \"shards\": [";
     for (size_t i = 0; i < shards.size(); i++) text += (i ? ",\n  " : "") + json_quote(shards[i], true);
-    text += "],\n \"losses\": " + numbers_json(s.losses.values) + ",\n \"norms\": " + numbers_json(s.norms.values);
+    text += "],\n \"losses\": " + Json::numbers(s.losses.values, "%.17g").to_text() +
+            ",\n \"norms\": " + Json::numbers(s.norms.values, "%.17g").to_text();
     if (s.validation.step == s.step && std::isfinite(s.validation.loss))  // see best_step
         text +=
             format_text(",\n \"validation\": {\"loss\": %.17g, \"data\": \"%016llx, %llu tokens\"}", s.validation.loss,

@@ -74,14 +74,12 @@ class Inspection {
                             "beyond that length it has not learnt",
                             tokens.size() - 1, (long long)c.seq_len));
         json = INSPECTED_BEGINNING;
-        json += "\"checkpoint\": " + json_quote(folder) + ", \"text\": " + json_quote(file) +
-                format_text(
-                    ",\n\"shape\": {\"layers\": %lld, \"heads\": %lld, \"kv_groups\": %lld, \"cmp_block\": %lld, "
-                    "\"cmp_stride\": %lld, \"slc_block\": %lld, \"slc_count\": %lld, \"window\": %lld, \"seq_len\": "
-                    "%lld},\n\"ids\": [",
-                    (long long)count_nsa_layers(c), (long long)c.heads, (long long)c.kv_groups, (long long)c.cmp_block,
-                    (long long)c.cmp_stride, (long long)c.slc_block, (long long)c.slc_count, (long long)c.window,
-                    (long long)c.seq_len);
+        json += "\"checkpoint\": " + json_quote(folder) + ", \"text\": " + json_quote(file) + ",\n\"shape\": " +
+                Json{{"layers", count_nsa_layers(c)}, {"heads", c.heads},           {"kv_groups", c.kv_groups},
+                     {"cmp_block", c.cmp_block},      {"cmp_stride", c.cmp_stride}, {"slc_block", c.slc_block},
+                     {"slc_count", c.slc_count},      {"window", c.window},         {"seq_len", c.seq_len}}
+                    .to_text() +
+                ",\n\"ids\": [";
         add_list(tokens, [](int32_t id) { return std::to_string(id); });
         json += "],\n\"tokens\": [";
         add_list(show_tokens(bytes), [](const std::string& text) { return json_quote(text); });

@@ -23,28 +23,25 @@ bool require_memory(Dev& dev, ModelConfig& c, const World& world, bool batch_is_
     });
 }
 
-// Gates and selections of the last forward pass, layer by layer, for log.jsonl; {} of layers without NSA, "" where no
-// other is.
+// Gates and selections of the last forward pass, layer by layer, for log.jsonl; {} of layers without NSA, nothing where
+// no other is.
 template <class Dev>
-std::string layer_statistics(const Activations<Dev>& a) {
+Json summarise_layers(const Activations<Dev>& a) {
     const NsaShape& s = a.shape;
-    if (s.full) return "";
-    std::string text = ",\"layers\":[";
+    if (s.full) return Json();
+    Json layers(Json::Array);
     const size_t words = size_t(s.selection_words()), queries = size_t(s.B) * s.G * s.T;
     std::vector<float> gate(s.branches() * s.query_rows()), chosen(queries);
     std::vector<uint32_t> masks(queries * words);
     for (size_t i = 0; i < a.layer.size(); i++) {
-        text += i ? "," : "";
-        if (s.kind_of_layer(i) != NSA_LAYER) {
-            text += "{}";
-            continue;
-        }
+        layers.items.emplace_back(Json::Object);
+        if (s.kind_of_layer(i) != NSA_LAYER) continue;
         a.dev.to_host(gate.data(), a.layer[i].gate, gate.size());
         a.dev.copy(masks.data(), a.layer[i].selection, masks.size());
         a.dev.to_host(chosen.data(), a.layer[i].chosen_importance, chosen.size());
-        text += layer_statistics_json(gate, masks, words, chosen);
+        layers.items.back() = summarise_layer(gate, masks, words, chosen);
     }
-    return text + "]";
+    return layers;
 }
 
 // --dump-state: the first batch with everything that it leads to, for another program to compare itself with. c:

@@ -378,6 +378,22 @@ TEST(json_errors_name_file_and_byte) {
     CHECK_FAILS(1, "a whole number of 64 bits", parse_json("1e300", "cfg").whole_number("cfg"));
 }
 
+TEST(json_is_written_as_it_is_read) {
+    Json all = {{"whole", -7}, {"large", uint64_t(1) << 63}, {"yes", true}, {"none", Json()}, {"text", "a\"b"}};
+    all.add("third", {1 / 3.0, "%.3f"}).add("nan", {NAN, "%g"}).add("empty", Json(Json::Object));
+    all.add({{"list", Json::list(std::vector<int>{1, 2})}, {"inner", {{"a", 1}, {"b", {0.5, "%g"}}}}});
+    const std::string spaced =
+        "{\"whole\": -7, \"large\": 9223372036854775808, \"yes\": true, \"none\": null, \"text\": \"a\\\"b\", "
+        "\"third\": 0.333, \"nan\": null, \"empty\": {}, \"list\": [1, 2], \"inner\": {\"a\": 1, \"b\": 0.5}}";
+    CHECK_EQUAL(all.to_text(), spaced);
+    CHECK_EQUAL(parse_json(spaced, "spaced").to_text(), spaced);
+    CHECK_EQUAL(all.number("third", "all"), 0.333);  // the number that a reader finds
+    const Json inner = all.get("inner", "all");
+    CHECK_EQUAL(inner.to_text(Json::COMPACT), std::string("{\"a\":1,\"b\":0.5}"));
+    CHECK_EQUAL(inner.to_text(Json::LINES), std::string("{\"a\": 1,\n \"b\": 0.5}"));
+    CHECK_EQUAL(Json("x\xFF", true).to_text(), std::string("\"x\\udcff\""));
+}
+
 TEST(json_quote_is_always_valid) {
     CHECK_EQUAL(json_quote("a\"b\\c\n\x01\xC3\xA9"), std::string("\"a\\\"b\\\\c\\n\\u0001\xC3\xA9\""));
     CHECK_EQUAL(json_quote("x\xFFy\xE2\x80"), std::string("\"x\xEF\xBF\xBDy\xEF\xBF\xBD\xEF\xBF\xBD\""));
