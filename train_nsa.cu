@@ -1158,8 +1158,8 @@ void begin_run(Run<Dev>& run, const Config& c, const Device& device, const Gradi
         print_memory(Model<Dev>::flat_bytes(c, world.size) / (1 << 20), run.activations->arena, memory_is_tight);
         print_selected(run.dev.describe_selected(run.activations->shape));
     }
-    run.saver.last_saved = start.checkpoint;
-    if (!start.checkpoint.empty()) run.state = load_checkpoint(model, start.checkpoint);
+    run.saver.last_saved = start.checkpoint.folder;
+    if (!start.checkpoint.folder.empty()) run.state = load_checkpoint(model, start.checkpoint);
     else if (start.weights) read_parameters(model, *start.weights);
     else model.initialise();
     if (!run.is_first() || !c.dump_state.empty()) return;

@@ -61,6 +61,7 @@ Manifest parse_manifest(const std::string& text, const std::string& path) {
              (long long)format, (long long)MANIFEST_FORMAT);
     Manifest manifest;
     manifest.path = path;
+    manifest.folder = folder_of(path);
     manifest.step = root.integer("step", path);
     if (manifest.step < 0) fail("%s: step: found %lld, expected 0 or more", path.c_str(), (long long)manifest.step);
     std::set<std::string> names;

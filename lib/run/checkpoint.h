@@ -52,7 +52,8 @@ struct Manifest {
     std::vector<FileRecord> files;
     Json state;              // an object
     std::string state_text;  // the same as it was given
-    std::string path;        // for messages
+    std::string folder;      // of the checkpoint; "": there is none
+    std::string path;        // of the manifest, for messages
 };
 
 std::string manifest_ending(const std::string& before);

@@ -302,19 +302,19 @@ static Config print_changed_options(const Config& c, const Json& then) {
     return before;
 }
 
-void print_resume(const Config& c, const std::string& checkpoint, int64_t step) {
-    if (checkpoint.empty()) {
+void print_resume(const Config& c, const Manifest& checkpoint) {
+    if (checkpoint.folder.empty()) {
         if (c.resume)
             std::printf("resume: nothing to resume under %s, this run starts at step 0\n", printable(c.out).c_str());
         return;
     }
-    std::printf("resume: %s, step %lld\n", printable(checkpoint).c_str(), (long long)step);
-    const Manifest manifest = read_manifest(checkpoint);
-    const Config before = print_changed_options(c, manifest.state.get("options", manifest.path));
-    const double is = learning_rate(c, step + 1), was = learning_rate(before, step + 1);
+    const int64_t next = checkpoint.step + 1;
+    std::printf("resume: %s, step %lld\n", printable(checkpoint.folder).c_str(), (long long)checkpoint.step);
+    const Config before = print_changed_options(c, checkpoint.state.get("options", checkpoint.path));
+    const double is = learning_rate(c, next), was = learning_rate(before, next);
     if (std::fabs(is - was) > 0.01 * std::max(is, was))
-        std::printf("resume: the learning rate of step %lld is %.2e, by the earlier options %.2e\n",
-                    (long long)step + 1, is, was);
+        std::printf("resume: the learning rate of step %lld is %.2e, by the earlier options %.2e\n", (long long)next,
+                    is, was);
 }
 
 std::string chosen_checkpoint(const Config& c) {

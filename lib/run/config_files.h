@@ -65,8 +65,8 @@ void complete_options(Config& c);
 // --config: options from a file. Says which of them the command line overrides, if it is to print.
 void read_options_file(Config& c, bool prints);
 
-// What a resumed run says about itself. checkpoint "": there was none.
-void print_resume(const Config& c, const std::string& checkpoint, int64_t step);
+// What a resumed run says about itself.
+void print_resume(const Config& c, const Manifest& checkpoint);
 
 // --from and --step: the checkpoint they name.
 std::string chosen_checkpoint(const Config& c);

@@ -15,7 +15,6 @@
 #include <unistd.h>
 
 #include "build_info.h"
-#include "checkpoint.h"
 #include "../base/files.h"
 #include "../base/json.h"
 #include "../base/system.h"
@@ -61,9 +60,9 @@ inline Versions library_versions(const Versions& of_engine) {
     return all;
 }
 
-// engine: what the one in use says of itself; checkpoint: the one that the run goes on from, or "".
+// engine: what the one in use says of itself; step: from which the run goes on.
 inline std::string environment_json(const World& world, const std::string& engine, const Versions& libraries,
-                                    const std::string& checkpoint) {
+                                    int64_t step) {
     const std::string driver = system_line("/proc/driver/nvidia/version", "NVIDIA");
     struct utsname system = {};
     uname(&system);
@@ -77,7 +76,7 @@ inline std::string environment_json(const World& world, const std::string& engin
     const std::string version = version_text(), clean = version.substr(0, version.rfind("-dirty"));
     const size_t dash = clean.find('-');
     return Json{{"time", utc_text("%Y-%m-%dT%H:%M:%SZ", unix_time())},
-                {"step", std::max<int64_t>(0, parse_step(name_of(checkpoint)))},
+                {"step", step},
                 {"version", version},
                 {"git", dash == std::string::npos ? Json() : Json(clean.substr(dash + 1))},
                 {"dirty", clean != version},

@@ -18,7 +18,7 @@
 
 // What a run begins with. Both are empty where it draws its weights.
 struct RunStart {
-    std::string checkpoint;                // the one to resume
+    Manifest checkpoint;                   // the one to resume
     std::unique_ptr<SafeTensors> weights;  // those of --init-from
 };
 
@@ -50,17 +50,17 @@ inline RunStart open_run(const Config& c, const World& world, const Device& devi
         require_same(world, same_run_lines(c, binary_digest(), data.train->state().corpus, data.val_corpus()),
                      "start all ranks with the same program, options and data");
     RunStart start;
-    start.checkpoint = choose_checkpoint(c.out, c.resume, !writes, world);
-    const bool resumes = !start.checkpoint.empty();
-    const std::string weights = resumes                ? "weights of " + start.checkpoint
+    const std::string chosen = choose_checkpoint(c.out, c.resume, !writes, world);
+    const bool resumes = !chosen.empty();
+    const std::string weights = resumes                ? "weights of " + chosen
                                 : !c.init_from.empty() ? "weights of " + c.init_from
                                 : c.init == "random"   ? "every tensor random"
                                                        : c.init + " initialisation";
     if (says) print_run(c, world, device, path.text, table, partition, data, weights);
     bool has_steps = true;
     if (resumes) {
-        require_same_model(c, start.checkpoint, "resume");
-        const Manifest manifest = read_manifest(start.checkpoint);
+        require_same_model(c, chosen, "resume");
+        const Manifest& manifest = start.checkpoint = read_manifest(chosen);
         const TrainState state = read_state(manifest);
         resume_data(*data.train, c, state, says);
         has_steps = state.step < c.steps;
@@ -72,7 +72,7 @@ inline RunStart open_run(const Config& c, const World& world, const Device& devi
     } else {
         start.weights = open_initial_weights(c, table.specs, says);
     }
-    const std::string record = environment_json(world, device.description, libraries, start.checkpoint);
+    const std::string record = environment_json(world, device.description, libraries, start.checkpoint.step);
     if (says && writes) prepare_run_folder(c.out, resumes, has_steps ? manifest_json(c) : "", record);
     world.barrier();
     if (writes) require_shared_folder(world, c.out);
@@ -90,10 +90,10 @@ inline void keep_vocabulary(const Tokenizer* tokenizer, const std::string& out) 
 
 // On rank 0, when the folder is there and the weights are: opens the logs and writes the run's first lines into them.
 inline void begin_log(RunPrinter& printer, const Config& c, const Device& device, const TensorList& table,
-                      const std::string& checkpoint, const TrainState& state, int ranks) {
-    printer.log = std::make_unique<RunLog>(c.out, !checkpoint.empty(), state.step, c.tensorboard);
+                      const Manifest& checkpoint, const TrainState& state, int ranks) {
+    printer.log = std::make_unique<RunLog>(c.out, !checkpoint.folder.empty(), state.step, c.tensorboard);
     printer.log_start(state, version_text(), device.description, ranks, table.parameters, c.vocab_size,
                       model_flops_per_token(table.specs, shape_of(c, 1, c.seq_len), c.layers), device.peak_flops);
-    print_resume(c, checkpoint, state.step);
+    print_resume(c, checkpoint);
     std::fflush(stdout);
 }

@@ -110,13 +110,13 @@ void round_parameters(Model<Dev>& model, const SafeTensors& weights, int64_t las
 // Reads what a rank owns of m and v out of every rank's file, however many ranks wrote them. Fails unless all moments
 // are there.
 template <class Dev>
-void read_moments(Model<Dev>& model, const Manifest& manifest, const std::string& folder) {
+void read_moments(Model<Dev>& model, const Manifest& manifest) {
     const std::vector<TensorSpec>& specs = model.table.specs;
     size_t expected = 0, found = 0;
     for (const TensorSpec& t : specs) expected += (t.orthogonal ? 1 : 2) * t.size;
     for (const FileRecord& record : manifest.files) {
         if (record.name.compare(0, 10, "optimizer_") != 0) continue;
-        const SafeTensors file(folder + "/" + record.name);
+        const SafeTensors file(manifest.folder + "/" + record.name);
         for (const TensorView& view : file.tensors) {
             const MomentPiece piece = moment_piece(view, specs, file.path);
             found += piece.count;
@@ -141,12 +141,11 @@ void read_parameters(Model<Dev>& model, const SafeTensors& file) {
 }
 
 template <class Dev>
-TrainState load_checkpoint(Model<Dev>& model, const std::string& folder) {
-    const Manifest manifest = read_manifest(folder);
+TrainState load_checkpoint(Model<Dev>& model, const Manifest& manifest) {
     const TrainState state = read_state(manifest);
-    const SafeTensors weights(folder + "/model.safetensors");
+    const SafeTensors weights(manifest.folder + "/model.safetensors");
     read_parameters(model, weights);
     round_parameters(model, weights, state.last_update);
-    read_moments(model, manifest, folder);
+    read_moments(model, manifest);
     return state;
 }

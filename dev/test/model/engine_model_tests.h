@@ -355,7 +355,7 @@ TEST_ON(ModelEngines, model_resumed_equals_uninterrupted, false) {  // checkpoin
         const Snapshot snapshot = take_snapshot(first, world);
         const std::string folder_of_2 = commit_checkpoint(c.out, 2, write_snapshot(snapshot, writing, 0, 1),
                                                           state_json(state, manifest_json(c), 1));
-        const TrainState loaded = load_checkpoint(second, folder_of_2);
+        const TrainState loaded = load_checkpoint(second, read_manifest(folder_of_2));
         CHECK_EQUAL(loaded.step, int64_t(2));
         second_data->restore(loader_state(loaded.loader));
         steps(second, *second_data, 3, 4);
@@ -401,7 +401,7 @@ ENGINE_TEST(model_checkpoint_holds_the_master) {
             commit_checkpoint(c.out, 1, write_snapshot(take_snapshot(run.model, World()), writing, 0, 1),
                               state_json(state, manifest_json(c), 1));
         ModelRun<Dev> other(*dev, c, 1);
-        CHECK_EQUAL(load_checkpoint(other.model, saved).step, int64_t(1));
+        CHECK_EQUAL(load_checkpoint(other.model, read_manifest(saved)).step, int64_t(1));
         for (auto field : {&Model<Dev>::master, &Model<Dev>::m, &Model<Dev>::v})
             CHECK(same_bits(run.raw(run.model.*field), other.raw(other.model.*field)));
         // And the parameters follow from it, with the rounding of the step that made them.
