@@ -610,6 +610,7 @@ class Gemm {
                 const bool whole = left == MICRO_ROWS && width % LANES == 0;
                 alignas(64) real edge[MICRO_ROWS * PANEL];
                 real* const here = c + y * ldc;
+                if (!whole) std::fill_n(edge, MICRO_ROWS * PANEL, real(0));
                 if (!whole && accumulate)
                     for (int i = 0; i < left; i++) std::copy_n(here + i * ldc, width, edge + i * PANEL);
                 if (whole)
