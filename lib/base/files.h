@@ -143,6 +143,17 @@ inline std::vector<std::string> folder_entries(const std::string& path) {
     return names;
 }
 
+// May this user not read a folder, or something in it? Then nothing is known of it, least of all that it is damaged.
+inline bool is_forbidden(const std::string& folder) {
+    const auto forbids = [](const std::string& path) {
+        return faccessat(AT_FDCWD, path.c_str(), R_OK, AT_EACCESS) != 0 && errno == EACCES;
+    };
+    if (forbids(folder) || forbids(folder + "/.")) return true;
+    const std::vector<std::string> names = folder_entries(folder);
+    return std::any_of(names.begin(), names.end(),
+                       [&](const std::string& name) { return forbids(folder + "/" + name); });
+}
+
 // Removes a file, or a folder with all that is in it; a link is removed, not what it leads to. What is not there is
 // removed already.
 inline void remove_tree(const std::string& path) {

@@ -194,7 +194,7 @@ Manifest verify_checkpoint(const std::string& folder, Wanted wanted) {
 }
 
 void verify_model(const std::string& folder, const Complain& complain) {
-    if (file_exists(folder + "/manifest.json") || !file_exists(folder + "/model.safetensors"))
+    if (!is_gone(folder + "/manifest.json") || !file_exists(folder + "/model.safetensors"))
         return void(verify_checkpoint(folder, Wanted::MODEL));
     complain(folder + " has no manifest.json, so nothing tells whether its files are whole");
 }
@@ -210,6 +210,7 @@ std::string newest_intact_checkpoint(const std::string& run, const Complain& com
         } catch (const Error& e) {
             // A run that goes on has removed it meanwhile (--keep), so there is a newer one.
             if (is_gone(folder)) return newest_intact_checkpoint(run, complain, wanted);
+            if (is_forbidden(folder)) fail("%s; this user needs the right to read %s", e.what(), folder.c_str());
             complain(format_text("%s is damaged: %s; %s", folder.c_str(), e.what(),
                                  i + 1 < steps.size() ? "taking the one before" : "there is none before it"));
         }

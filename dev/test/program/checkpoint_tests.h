@@ -539,6 +539,19 @@ TEST(checkpoint_in_a_folder_that_may_not_be_written) {
     CHECK(is_intact(folder.path + "/step_00000001"));
 }
 
+// A checkpoint of another user is no damaged one: a resume from an older one would replace it.
+TEST(checkpoint_that_may_not_be_read) {
+    using namespace checkpoint_test;
+    TempFolder folder;
+    make_checkpoint(folder.path, 1);
+    const std::string model = make_checkpoint(folder.path, 2) + "/model.safetensors";
+    CHECK(chmod(folder.path.c_str(), 0755) == 0 && chmod(model.c_str(), 0) == 0);
+    const uid_t user = geteuid();
+    if (user == 0 && seteuid(65534) != 0) return skip("root may read everything and cannot be another user here");
+    CHECK_FAILS(1, std::strerror(EACCES), newest_intact_checkpoint(folder.path, no_complaint()));
+    if (user == 0) CHECK(seteuid(0) == 0);
+}
+
 TEST(background_task) {
     using namespace checkpoint_test;
     BackgroundTask task;
