@@ -365,6 +365,7 @@ inline WholeText whole_text(const std::string& path, const std::string& reader) 
     input.is_jsonl = has_ending(path, ".jsonl");
     if (!input.is_stdin) text_file_size(input.path = path);
     TextFile file(input, reader);
+    if (input.is_stdin) input.is_jsonl = file.begins_with_brace();
     while (!file.at_end) file.read_more(1 << 16);
     return {std::move(file.rest), input.is_jsonl, file.mark_bytes};
 }
@@ -379,7 +380,7 @@ inline Documents read_documents(const std::string& path, const std::string& read
     if (!is_jsonl) return {{std::move(text)}, false};
     Documents documents = {{}, true};
     TokenBlock block;
-    block.path = path;
+    block.path = path == "-" ? "stdin, taken as JSON lines since it begins with {" : path;
     block.text_key = "text";
     block.first_byte = mark_bytes;
     block.bytes = std::move(text);

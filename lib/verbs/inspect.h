@@ -62,7 +62,9 @@ class Inspection {
         require_output_file("json", c.json, INSPECTED_BEGINNING);
         if (c.text.size() != 1) fail_usage("inspect: --text is missing: one file of text, or - for stdin");
         const std::string& file = c.text[0];
-        const std::string text = whole_text(file, "inspect --text").text;
+        const std::vector<std::string> texts = read_documents(file, "inspect --text").texts;
+        if (texts.size() != 1) fail("--text %s: inspect shows one document, not %zu", file.c_str(), texts.size());
+        const std::string& text = texts[0];
         warn_of_end_of_text(text, "--text " + file);
         take_tokens(tokenizer.encode(text), file);
         std::vector<std::string> bytes = {""};
@@ -74,7 +76,8 @@ class Inspection {
                             "beyond that length it has not learnt",
                             tokens.size() - 1, (long long)c.seq_len));
         json = INSPECTED_BEGINNING;
-        json += "\"checkpoint\": " + json_quote(folder) + ", \"text\": " + json_quote(file) + ",\n\"shape\": " +
+        json += "\"checkpoint\": " + json_quote(folder, true) + ", \"text\": " + json_quote(file, true) +
+                ",\n\"shape\": " +
                 Json{{"layers", count_nsa_layers(c)}, {"heads", c.heads},           {"kv_groups", c.kv_groups},
                      {"cmp_block", c.cmp_block},      {"cmp_stride", c.cmp_stride}, {"slc_block", c.slc_block},
                      {"slc_count", c.slc_count},      {"window", c.window},         {"seq_len", c.seq_len}}

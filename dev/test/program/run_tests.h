@@ -286,6 +286,8 @@ PROGRAM_TEST(run_sample_takes_prompts_from_files) {
     Start start;
     start.input = folder.file("two");
     CHECK_EQUAL(sample({"--prompt-file", "-"}, start).out, two);
+    start.input = folder.file("empty.jsonl");
+    CHECK_EQUAL(sample({"--prompt-file", "-"}, start).out, sample({"--prompt-file", start.input}).out);
     // Each verb is told what it would read: its own option from stdin, or a file where it reads no stdin.
     const std::string packed = folder.file("a b.jsonl.gz"), command = "zcat '" + packed + "' ";
     write_file(packed, GZIP_TEXT);
