@@ -21,27 +21,32 @@ static std::string describe_training(const std::string& checkpoint) {
     const Manifest manifest = read_manifest(checkpoint);
     if (manifest.state.find("imported")) return "";
     const TrainState state = read_state(manifest);
-    std::string data, loss;
-    for (const std::string& set : set_texts(manifest.state.get("options", manifest.path).string("data", manifest.path)))
-        data += (data.empty() ? "" : ", ") + printable(name_of(set));
+    const Json& options = manifest.state.get("options", manifest.path);
+    std::string data, loss, begun;
+    for (const std::string& set : set_texts(options.string("data", manifest.path)))
+        data += (data.empty() ? "`" : ", `") + printable(name_of(set)) + "`";
+    const std::string from = options.string("init_from", manifest.path);
+    const bool is_one = parse_step(name_of(from)) >= 0;  // of a run's checkpoints
+    if (!from.empty())
+        begun = "- began with the weights of `" + printable(name_of(is_one ? folder_of(from) : from)) + "`\n";
     const std::vector<double>& losses = state.losses.values;
     if (!losses.empty())
         loss = format_text("; loss of the last %s %.4f nats a token", counted(int64_t(losses.size()), "step").c_str(),
                            std::accumulate(losses.begin(), losses.end(), 0.0) / double(losses.size()));
     if (const Json* const validation = manifest.state.find("validation"))
         loss += format_text("; validation loss %.4f", validation->number("loss", manifest.path));
-    return format_text("- data: %s\n- training: %s, %llu tokens%s\n", data.c_str(), counted(state.step, "step").c_str(),
-                       (unsigned long long)state.tokens, loss.c_str());
+    return begun + format_text("- data: %s\n- training: %s, %llu tokens%s\n", data.c_str(),
+                               counted(state.step, "step").c_str(), (unsigned long long)state.tokens, loss.c_str());
 }
 
 // c: the options of the model; checkpoint: its folder; folder: where the export goes, whose real name is the model's.
 inline std::string model_card(const Config& c, const std::string& checkpoint, const std::string& folder,
                               int64_t parameters) {
-    const std::string name = printable(std::filesystem::weakly_canonical(absolute_path(folder)).filename().string()),
+    const std::string name = std::filesystem::weakly_canonical(absolute_path(folder)).filename().string(),
                       attention = has_layers(c, NSA_LAYER) ? "Native Sparse Attention (arXiv 2502.11089)"
                                                            : "attention of the kind " + c.attention,
                       tokenizer = c.tokenizer == "bytes" ? "PreTrainedTokenizerFast" : "GPT2TokenizerFast";
-    return "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n# " + name +
+    return "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n# " + printable(name) +
            "\nA language model with " + attention + ", trained and exported by train_nsa " + version_text() +
            ". It continues text and follows no instructions.\nNo licence is stated: whoever publishes the weights "
            "chooses one that the training text allows.\n\n" +
@@ -49,8 +54,8 @@ inline std::string model_card(const Config& c, const std::string& checkpoint, co
                "- %lld parameters; config.json has the shape\n- tokenizer: %s, %lld tokens; sequences of %lld\n",
                (long long)parameters, c.tokenizer.c_str(), (long long)c.vocab_size, (long long)c.seq_len) +
            describe_training(checkpoint) + "\n```python\nfrom transformers import AutoModelForCausalLM, " + tokenizer +
-           "\ntokenizer = " + tokenizer + ".from_pretrained(" + json_quote(name) +
-           ")\nmodel = AutoModelForCausalLM.from_pretrained(" + json_quote(name) +
+           "\ntokenizer = " + tokenizer + ".from_pretrained(" + json_quote(name, true) +
+           ")\nmodel = AutoModelForCausalLM.from_pretrained(" + json_quote(name, true) +
            ", trust_remote_code=True)\n```\n`trust_remote_code` runs modeling_nsa.py of this folder: read it "
            "first.\n";
 }

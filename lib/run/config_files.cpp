@@ -139,7 +139,7 @@ std::string options_json(const Config& c) {
         if (!(o.verbs & TRAIN) || name == "help" || name == "version" || name == "resume") continue;
         root.add(underscored(name), o.integer ? Json(c.*o.integer)
                                     : o.real  ? Json(c.*o.real, "%.15g")
-                                              : Json(value_text(c, o), name != "prompt"));
+                                              : Json(value_text(c, o), true));
     }
     return root.to_text(Json::LINES) + "\n";
 }
@@ -240,7 +240,9 @@ void complete_options(Config& c) {
 
 void read_options_file(Config& c, bool prints) {
     const std::string& path = c.config;
-    const Json file = parse_own_json(read_file(path), path);
+    const std::string bytes = read_file(path);
+    refuse_no_text(path, bytes.substr(0, 256), "");
+    const Json file = parse_own_json(bytes, path);
     file.require(Json::Object, path);
     const bool of_run = file.find("program");  // a run.json; by hand, everything in it is meant
     const Json* const attention = file.find("attention");

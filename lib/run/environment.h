@@ -91,7 +91,7 @@ inline std::string environment_json(const World& world, const std::string& engin
                 {"launcher", world.launcher},
                 {"hosts", hosts},
                 {"variables", variables()},
-                {"folder", std::filesystem::current_path(error).string()},
+                {"folder", Json(std::filesystem::current_path(error).string(), true)},
                 {"command", Json::list(command_words())}}
         .to_text();
 }

@@ -42,8 +42,8 @@ void print_evaluation(const std::string& checkpoint, const std::string& set, con
 
 std::string evaluation_json(const std::string& checkpoint, const std::string& set, const EvalResult& r,
                             int64_t seq_len) {
-    Json line = {{"checkpoint", checkpoint},
-                 {"set", set},
+    Json line = {{"checkpoint", Json(checkpoint, true)},
+                 {"set", Json(set, true)},
                  {"seq_len", seq_len},
                  {"samples", r.samples},
                  {"tokens", r.tokens},

@@ -168,6 +168,7 @@ void RunPrinter::print_step(const StepResult& s, double seconds, double peak_gpu
 void RunPrinter::print_validation(int64_t step, const std::string& set, bool decides, const EvalResult& r) {
     if (decides) {
         last_val_loss = r.loss;
+        validations++;
         if (std::isnan(first_val_loss)) first_val_loss = r.loss;
         last_recall = r.answers ? r.answer_loss : -1;
     }
@@ -239,7 +240,7 @@ void RunPrinter::print_reductions(const ReduceTimes& times) {
 }
 
 void RunPrinter::warn_of_rise(const OutlierWindow& losses) const {
-    const bool is_validated = !std::isnan(first_val_loss);
+    const bool is_validated = validations > 1;
     const auto few = losses.values.end() - std::min<std::ptrdiff_t>(8, std::ptrdiff_t(losses.values.size()));
     const double mean = std::accumulate(few, losses.values.end(), 0.0) / double(losses.values.end() - few);
     const double first = is_validated ? first_val_loss : first_loss, last = is_validated ? last_val_loss : mean;

@@ -86,6 +86,7 @@ struct RunPrinter {
     double unprinted_seconds = 0;                 // of the steps since then
     int64_t unprinted_steps = 0;
     double first_val_loss = NAN, last_val_loss = 0, last_recall = -1;
+    int64_t validations = 0;  // on the set that decides
     double first_loss = NAN;  // of the first step of this start
     int64_t first_step = 0;   // a resumed run begins here
     uint64_t tokens = 0;      // that the run was given up to the last reported step

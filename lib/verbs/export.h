@@ -171,7 +171,7 @@ inline void export_checkpoint(Config c) {
     std::printf("export: %s, %lld parameters, to %s\n", printable(model.folder).c_str(), (long long)table.parameters,
                 printable(to).c_str());
     std::printf("load it with: AutoModelForCausalLM.from_pretrained(%s, trust_remote_code=True)\n",
-                printable(json_quote(to)).c_str());
+                printable(json_quote(to, true)).c_str());
 }
 
 // tokens: rows of the embedding.

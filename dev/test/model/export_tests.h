@@ -251,14 +251,20 @@ PROGRAM_TEST(export_writes_a_model_card) {
           std::string("from_pretrained(\"real\", "), std::string("Native Sparse Attention"),
           std::string("No licence is stated"), format_text("- %zu parameters", parameters),
           std::string("- tokenizer: bytes, 256 tokens; sequences of 64\n"),
-          std::string("- data: train.bin:3, more.bin\n"),
+          std::string("- data: `train.bin:3`, `more.bin`\n"),
           format_text(
               "- training: 3 steps, 512 tokens; loss of the last 3 steps %.4f nats a token; validation loss %.4f", mean,
               logged(run_folder, "val_loss").back())})
         if (card.find(text) == std::string::npos)
             check_failed(__FILE__, __LINE__, "no '%s' in %s", text.c_str(), card.c_str());
     CHECK(card.find(folder.path) == std::string::npos);
-    CHECK(lines_of(card).size() <= 25);
+    const std::string later = folder.file("later"), odd = folder.file("a\n\xe9<b>");
+    REQUIRE_GOOD(train({{"out", later}, {"init-from", run_folder + "/step_00000003/"}, {"steps", "1"}}));
+    REQUIRE_GOOD(export_to(odd, later));
+    const std::string begun = read_file(odd + "/README.md");
+    CHECK(begun.find("\n# a\\x0a\\xe9<b>\n") != std::string::npos);
+    CHECK(begun.find("from_pretrained(\"a\\n\\udce9<b>\")") != std::string::npos);  // the folder, as Python writes it
+    CHECK(begun.find("- began with the weights of `run`\n") != std::string::npos);
 }
 
 PROGRAM_TEST(export_and_import_refuse_in_one_line) {

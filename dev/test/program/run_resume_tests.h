@@ -306,6 +306,8 @@ PROGRAM_TEST(run_takes_paths_that_are_no_utf8) {
     for (const std::string& text : {options, manifest, r.out})
         CHECK(text.find("\xe9") == std::string::npos && text.find("\x1b") == std::string::npos);
     CHECK(parse_own_json(options, "").string("data", "") == odd + "/x*.bin");
+    REQUIRE_GOOD(run({"eval", "--from", out, "--val-data", folder.file("b.bin"), "--json", odd + "/e.json"}));
+    CHECK(parse_own_json(read_file(odd + "/e.json"), "").string("checkpoint", "") == out + "/step_00000004");
     CHECK(parse_own_json(manifest, "").get("state", "").array("shards", "")[0].text == odd + "/x.bin");
     CHECK_REFUSED(run({"--data", odd + "/*.bin", "--config", folder.file("none")}), 1, "none");
     REQUIRE_GOOD(run({"report", "--from", out, "--html", folder.file("page.html")}));
