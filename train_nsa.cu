@@ -1255,7 +1255,8 @@ static int run_train(Config& c, World& world) {
     else if (verb == INSPECT) run_inspect(c, world);
     else status = run_check(c, world);
     world.finish();
-    if (!output_is_whole()) complain_of_lost_output(status, (verb & (TRAIN | TOKENIZE | VOCABULARY)) && !only_prints);
+    const bool writes = (verb & (TRAIN | TOKENIZE | VOCABULARY | EXPORT | IMPORT)) || !(c.html + c.json).empty();
+    if (!output_is_whole()) complain_of_lost_output(status, writes && !only_prints);
     return status;
 }
 

@@ -235,12 +235,12 @@ inline void train_vocabulary(TokenizeOptions options) {
     std::printf("vocabulary: %s, %llu bytes of text, %llu words, %zu of them distinct\n",
                 counted(int64_t(documents), "document").c_str(), (unsigned long long)read.text_bytes,
                 (unsigned long long)words, distinct);
-    std::printf(
-        "vocabulary: %zu merges in %.2f s; the last pair occurs %lld times; %.3f bytes of this text per token\n",
-        bpe.merged.size(), progress.seconds(), (long long)bpe.last_count,
-        double(read.text_bytes) / double(bpe.text_tokens));
-    std::printf("vocabulary: 256 bytes + %zu merges + end-of-text = %zu tokens in %s/vocab.bpe and encoder.json\n",
-                bpe.merged.size(), size, printable(options.out).c_str());
+    const std::string merges = counted(int64_t(bpe.merged.size()), "merge");
+    std::printf("vocabulary: %s in %.2f s; the last pair occurs %s; %.3f bytes of this text per token\n",
+                merges.c_str(), progress.seconds(), counted(bpe.last_count, "time").c_str(),
+                double(read.text_bytes) / double(bpe.text_tokens));
+    std::printf("vocabulary: 256 bytes + %s + end-of-text = %zu tokens in %s/vocab.bpe and encoder.json\n",
+                merges.c_str(), size, printable(options.out).c_str());
     std::printf("next: give --tokenizer gpt2 --vocab-dir %s to tokenize and to the training\n",
                 shell_word(options.out).c_str());
 }

@@ -310,23 +310,30 @@ constexpr size_t GPT2_VOCABULARY = 50257;
 constexpr const char* VOCABULARY_PAIRS[][2] = {{"vocab.bpe", "encoder.json"}, {"merges.txt", "vocab.json"}};
 constexpr const char* TOKENIZER_JSON = "tokenizer.json";
 
+constexpr const char* MEND_END_OF_TEXT =
+    "learn it with ./train_nsa vocabulary, or without special tokens and add this one afterwards";
+
 // Trainers that give ids to special tokens first, as Hugging Face's do, give end-of-text the id 0.
 inline void require_last_token(const std::string& path, int64_t id, int64_t tokens) {
     if (id >= tokens - 1) return;
     fail(
         "%s: <|endoftext|> has id %lld of %lld tokens, expected the last, %lld, behind the 256 bytes and the merges: "
-        "learn it with ./train_nsa vocabulary, or without special tokens and add this one afterwards",
-        path.c_str(), (long long)id, (long long)tokens, (long long)tokens - 1);
+        "%s",
+        path.c_str(), (long long)id, (long long)tokens, (long long)tokens - 1, MEND_END_OF_TEXT);
 }
 
 // How many tokens the folder's vocabulary has: those files may hold any number, the others GPT-2's.
 inline size_t vocabulary_size(const std::string& folder) {
     const auto size_of = [](const std::string& path, const Json& ids) {
+        if (!ids.find(END_OF_TEXT))
+            fail("%s has no <|endoftext|>, expected as the last token: %s", path.c_str(), MEND_END_OF_TEXT);
         const int64_t last = ids.integer(END_OF_TEXT, path), count = int64_t(ids.keys.size());
         require_last_token(path, last, count);
         if (last < 256 || last > 65535)
-            fail("%s: <|endoftext|>, the last token, has id %lld, expected 256 to 65535: shards hold 16-bit tokens",
-                 path.c_str(), (long long)last);
+            fail(
+                "%s: <|endoftext|>, the last token, has id %lld, expected 256 to 65535: behind the 256 bytes, and "
+                "shards hold 16-bit tokens",
+                path.c_str(), (long long)last);
         return size_t(last) + 1;
     };
     for (const auto& names : VOCABULARY_PAIRS) {
@@ -334,6 +341,9 @@ inline size_t vocabulary_size(const std::string& folder) {
         if (file_exists(folder + "/" + names[0]) && file_exists(path))
             return size_of(path, parse_json(read_file(path), path));
     }
+    if (file_exists(folder) && !file_exists(folder + "/."))
+        fail("--vocab-dir %s is a file: give the folder that it lies in, %s", folder.c_str(),
+             shell_word(folder_of(folder)).c_str());
     const std::string path = folder + "/" + TOKENIZER_JSON;
     return file_exists(path) ? size_of(path, ids_of_tokenizer_json(parse_tokenizer_json(path), path)) : GPT2_VOCABULARY;
 }

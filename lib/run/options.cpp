@@ -46,17 +46,20 @@ std::string option_words(const std::string& name, const std::string& value) {
     return "--" + name + (value.compare(0, 2, "--") ? " " : "=") + shell_word(value);
 }
 
-// What a shell makes of a ~ and of braces, unless they stand in quotes or behind a =, no program makes of them.
+// What a shell makes of ~, $NAME and braces, unless they stand in quotes or behind a =, no program makes of them.
 static void refuse_unexpanded(const Option& o, const std::string& value) {
     if (!(o.traits & (READS_PATH | WRITES_PATH | NAMES_SETS))) return;
     const bool is_sets = o.traits & NAMES_SETS, is_written = o.traits & WRITES_PATH;
-    for (size_t at = value.find('~'); at != std::string::npos; at = value.find('~', at + 1)) {
+    for (size_t at = value.find_first_of("~$"); at != std::string::npos; at = value.find_first_of("~$", at + 1)) {
         const bool begins = at == 0 || (is_sets && (value[at - 1] == ',' || value[at - 1] == '='));
-        const std::string home = value.substr(at, value.find('/', at) - at);
-        if (begins && (home == "~" || home.size() < value.size() - at) && !file_exists(home))
+        const std::string name = value.substr(at, value.find('/', at) - at);
+        const bool is_home = value[at] == '~' && (name == "~" || name.size() < value.size() - at),
+                   is_variable = value[at] == '$' && name.find_first_not_of("0123456789.,:= ", 1) == 1;
+        if (begins && (is_home || is_variable) && !file_exists(name))
             fail_usage(
-                "--%s '%s': in quotes, or behind a =, the shell leaves %s as it is: write $HOME, or the whole path",
-                o.name, value.c_str(), home.c_str());
+                "--%s '%s': the shell has left %s as it is, as it does in single quotes, or with ~ behind a =: write "
+                "\"$HOME\" in double ones, or the whole path",
+                o.name, value.c_str(), name.c_str());
     }
     const size_t open = value.find('{'), close = value.find('}', std::min(open, value.size()));
     if (is_written || close == std::string::npos || file_exists(value)) return;
@@ -380,6 +383,7 @@ void warn_of_doubtful_options(const TrainConfig& c) {
             format_text("--steps %lld ends within the %lld steps of --warmup: the learning rate never gets "
                         "beyond %.2g of --lr %g",
                         (long long)c.steps, (long long)warmup, double(c.steps) / double(warmup), c.lr));
+    warn_of_end_of_text(c.prompt, "--prompt");
     if (c.sample_tokens > c.seq_len && c.is_given("sample-tokens"))
         complain(
             format_text("--sample-tokens %lld is more than --seq-len %lld: what the model writes beyond "

@@ -77,6 +77,7 @@ void converse(const Tokenizer& tokenizer, int64_t length, int64_t count,
     };
     ask();
     for (std::string line; std::getline(std::cin, line); ask()) {
+        warn_of_end_of_text(line, "--interactive");
         const bool goes_on = unread.back() != tokenizer.end_of_text;
         for (const uint16_t id : tokenizer.encode((goes_on ? "\n" : "") + line)) unread.push_back(id);
         for (int64_t i = 0; i < count; i++) {

@@ -65,5 +65,5 @@ void write_state_dump(const std::string& path, StateDump d, const std::string& c
                                  selections[i].size()});
     write_safetensors(path, {{"config", config}, {"options", command}, {"precision", d.precision}}, d.tensors);
     std::printf("state:  loss %.6f, written to %s; compare it with: python3 dev/reference.py compare %s\n",
-                double(d.loss), printable(path).c_str(), printable(path).c_str());
+                double(d.loss), printable(path).c_str(), shell_word(path).c_str());
 }

@@ -57,6 +57,7 @@ TrainingData open_training_data(const std::string& train, const std::string& val
 // --hellaswag, with a warning where rows do not fit into what the model reads at a time.
 static ChoiceTask open_choices(const TrainConfig& c, const World& world, const Tokenizer* tokenizer) {
     ChoiceTask task = read_choices(c.hellaswag, tokenizer, int(c.vocab_size), size_t(c.seq_len));
+    if (world.rank == 0) warn_of_end_of_text(read_file(c.hellaswag), "--hellaswag " + c.hellaswag);
     if (task.cut && world.rank == 0)
         complain(
             format_text("--hellaswag %s: %zu of %zu rows are longer than --seq-len %lld and lost their beginning, %zu "
