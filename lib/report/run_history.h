@@ -54,7 +54,8 @@ struct RunHistory {
         const std::string name = "gate_entropy/layer_";
         int n = 0;  // layers without gates have no numbers
         for (const auto& [key, series] : numbers)
-            if (key.compare(0, name.size(), name) == 0) n = std::max(n, std::atoi(key.c_str() + name.size()) + 1);
+            if (key.compare(0, name.size(), name) == 0 && key.size() < name.size() + 4)  // no model has 1000 layers
+                n = std::max(n, std::atoi(key.c_str() + name.size()) + 1);
         return size_t(n);
     }
     // A number of the last start; 0 where the log does not have it.

@@ -265,7 +265,9 @@ TEST(report_reads_logs_that_end_anywhere) {
         "{\"step\":1,\"time\":10}\n";
     CHECK_EQUAL(history(folder, "nonsense", nonsense + whole).unreadable, size_t(8));
     const std::vector<RunHistory> wild = {
-        history(folder, "wild", training(1, 1002, "1e308", 1e17) + training(2, 1003, "-1e308", 1e17 + 16))};
+        history(folder, "wild",
+                training(1, 1002, "1e308", 1e17) + training(2, 1003, "-1e308", 1e17 + 16) +
+                    "{\"step\":3,\"time\":1004,\"clock\":4,\"gate_entropy/layer_2147483647\":1}\n")};
     CHECK(!make_report_page(wild, 20).empty() && !make_report_text(wild, 20, 80).empty());
     // Without starts, validation, statistics, run.json: as much as there is.
     const std::vector<RunHistory> bare = {
