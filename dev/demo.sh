@@ -6,12 +6,12 @@ set -euo pipefail
 case ${1:-} in -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
 cd "$(dirname "$0")/.."
 out=${OUT:-build/demo}
-# Only what an earlier demo wrote is removed.
+# Only what an earlier demo wrote is removed, whatever else lies there now.
 if [ -n "$(ls -A "$out" 2>/dev/null)" ] && [ ! -e "$out/.made_by_demo" ]; then
     echo "demo: $out is not empty and was not made by the demo: name another folder in OUT, or remove this one" >&2
     exit 1
 fi
-rm -rf "$out"
+rm -rf "$out"/{vocabulary,run,report.html,sources.txt,my_train_*.bin,my_val_*.bin}
 mkdir -p "$out"
 touch "$out/.made_by_demo"
 if [ -n "${TEXT:-}" ]; then

@@ -539,7 +539,6 @@ TEST(checkpoint_in_a_folder_that_may_not_be_written) {
     CHECK(is_intact(folder.path + "/step_00000001"));
 }
 
-// A resume from an older one would replace it.
 TEST(checkpoint_that_may_not_be_read) {
     using namespace checkpoint_test;
     TempFolder folder;

@@ -99,7 +99,6 @@ TEST(refusals_of_usage) {
         {"--resume ~/x", 2, {"~", "$HOME"}},
         {"sample --prompt-file a ~/b", 2, {"~", "$HOME"}},
         {"tokenize --in=~/a.txt --out x", 2, {"~", "$HOME"}},
-        {"--data a.bin,$x/b.bin", 2, {"$x", "single quotes"}},
         {"--out ${HOME}/x", 2, {"${HOME}", "single quotes"}},
         {"--data d/{a,b}_*.bin", 2, {"--data", "braces"}},
         {"--data d/a_{1..3}.bin", 2, {"--data", "braces"}},

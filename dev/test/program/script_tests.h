@@ -101,6 +101,8 @@ TEST(script_demo_empties_no_folder_of_others) {
         const auto r = demo(folder.file("own"));
         CHECK_EQUAL(r.status, 0);
         CHECK(r.out.find(" --in " + shell_word(text)) != std::string::npos);
+        CHECK(file_exists(folder.file("own/thesis.txt")) == (again > 0));
+        write_file(folder.file("own/thesis.txt"), "years");
     }
 }
 
