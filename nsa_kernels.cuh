@@ -1688,114 +1688,133 @@ __global__ void __launch_bounds__(256) add_parts_kernel(bf16* dk, bf16* dv, cons
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Selection, paper eq. 8 to 12. One thread block per 16 tokens. The weights of the compressed branch are computed again
-// from its lse, summed over the group's heads in registers and folded into importances in shared memory, one tile of 64
-// compressed blocks at a time.
+// Selection, paper eq. 8 to 12, by two kernels. Scoring computes the weights of the compressed branch again from its
+// lse, sums them over the group's heads in registers and folds them into importances, which it leaves in memory;
+// choosing reads these. Both have a block per 16 tokens. What a block of the scoring keeps does not grow with the
+// sequence.
 
-constexpr int SCORE_TOKENS = 16;  // of a tile of the selection
-constexpr int SCORE_THREADS = KEY_TILE / 16 * 32;
-// Strides are odd, so that the same place of several tokens is in different banks.
-constexpr int WEIGHT_STRIDE = KEY_TILE + 1;
+constexpr int SCORE_TOKENS = 16;          // of a tile of the selection
+constexpr int SCORE_PIECES = 2;           // pieces of 16 compressed blocks that a warp multiplies at once
+constexpr int SCORE_KEYS = 2 * KEY_TILE;  // compressed blocks of a tile
+constexpr int SCORE_THREADS = SCORE_KEYS / SCORE_PIECES / 16 * 32;
+// Odd, so that the same place of several tokens is in different banks.
+constexpr int WEIGHT_STRIDE = SCORE_KEYS + 1;
+// Selection blocks up to the last token's: floats of importances that a token has.
 HOST_DEVICE inline int importance_stride(const AttentionShape& s) {
-    return ((s.first + s.queries - 1) / s.slc_block + 1) | 1;
+    return (s.first + s.queries - 1) / s.slc_block + 1;
 }
 // How many compressed blocks share tokens with a selection block
 HOST_DEVICE inline int overlaps(const AttentionShape& s) { return s.slc_block / s.d + (s.l + s.d - 1) / s.d - 1; }
 
-// The shared memory of a block of the selection.
+// The shared memory of a block of the scoring.
 template <int D>
 struct ScoreBuffers {
-    bf16 *k_tiles, *q_tile;  // [2, KEY_TILE, D], [heads * SCORE_TOKENS, D]
-    float* minus_shifts;     // [heads * SCORE_TOKENS]: -lse in base 2
-    float* weights;          // [SCORE_TOKENS, WEIGHT_STRIDE]: of the tile's compressed blocks, summed over heads
-    float* importances;      // [SCORE_TOKENS, importance_stride]: of selection blocks
-    float* overlap;          // [overlaps]: how much a compressed block counts for a selection block
+    bf16 *k_tile, *q_tile;  // [SCORE_KEYS, D], [heads * SCORE_TOKENS, D]
+    float* minus_shifts;    // [heads * SCORE_TOKENS]: -lse in base 2
+    float* weights;         // [SCORE_TOKENS, WEIGHT_STRIDE]: of the tile's compressed blocks, summed over heads
+    float* overlap;         // [overlaps]: how much a compressed block counts for a selection block
     __device__ explicit ScoreBuffers(const AttentionShape& s) {
         DynamicShared shared;
-        k_tiles = shared.take<bf16>(2 * KEY_TILE * D);
+        k_tile = shared.take<bf16>(SCORE_KEYS * D);
         q_tile = shared.take<bf16>(s.heads * SCORE_TOKENS * D);
         minus_shifts = shared.take<float>(s.heads * SCORE_TOKENS);
         weights = shared.take<float>(SCORE_TOKENS * WEIGHT_STRIDE);
-        importances = shared.take<float>(SCORE_TOKENS * importance_stride(s));
         overlap = shared.take<float>(overlaps(s));
     }
     static size_t bytes(const AttentionShape& s) {
         const size_t rows = size_t(s.heads) * SCORE_TOKENS;
-        return shared_bytes({2 * KEY_TILE * D * sizeof(bf16), rows * D * sizeof(bf16), rows * sizeof(float),
-                             SCORE_TOKENS * WEIGHT_STRIDE * sizeof(float),
-                             SCORE_TOKENS * size_t(importance_stride(s)) * sizeof(float),
-                             size_t(overlaps(s)) * sizeof(float)});
+        return shared_bytes({SCORE_KEYS * D * sizeof(bf16), rows * D * sizeof(bf16), rows * sizeof(float),
+                             SCORE_TOKENS * WEIGHT_STRIDE * sizeof(float), size_t(overlaps(s)) * sizeof(float)});
     }
 };
 // Eq. 9, as Cpu::fold_importance: a compressed block counts for a selection block by the tokens they share, over d.
 // Relative to where the selection block begins these are always compressed blocks first_overlap .. first_overlap +
 // overlaps - 1.
 __device__ inline int first_overlap(const AttentionShape& s) { return 1 - (s.l + s.d - 1) / s.d; }
+// Selection blocks from this one on, or from last_block + 1 on, share no token with compressed blocks 0 .. end-1.
+__device__ inline int end_of_shared_blocks(int end, int last_block, const AttentionShape& s) {
+    return end ? min(((end - 1) * s.d + s.l - 1) / s.slc_block, last_block) + 1 : 0;
+}
+// The last selection block of the tile's tokens
+__device__ inline int last_block_of(const QueryTile& tile, const AttentionShape& s) {
+    return (s.first + tile.j0 + tile.tokens - 1) / s.slc_block;
+}
 
-// sums = the attention weights of a tile's compressed blocks, summed over the group's heads. Compressed blocks are the
-// rows of the product, tokens its columns: this lane has blocks lane / 4 and lane / 4 + 8 of the warp's 16, and tokens
-// column, column + 1, + 8 and + 9, whose end_of_keys, counted from the lane's first block in the tile, are `ends`.
+// sums = the attention weights of this warp's compressed blocks, summed over the group's heads. Compressed blocks are
+// the rows of the product, tokens its columns: of every 16 blocks this lane has lane / 4 and lane / 4 + 8, and tokens
+// column, column + 1, + 8 and + 9, whose end_of_keys, counted from the lane's first block, are `ends`.
 template <int D>
-__device__ inline void sum_over_heads(float (&sums)[SCORE_TOKENS / 8][4], const ScoreBuffers<D>& buffers, int key_tile,
+__device__ inline void sum_over_heads(float (&sums)[SCORE_PIECES][SCORE_TOKENS / 8][4],
+                                      const unsigned (&k_rows)[SCORE_PIECES][D / 16][4], const ScoreBuffers<D>& buffers,
                                       const int (&ends)[SCORE_TOKENS / 8][2], bool masked, const AttentionShape& s) {
     const int column = threadIdx.x % 4 * 2;
-    unsigned k_rows[1][D / 16][4];
-    load_rows<D>(k_rows, buffers.k_tiles + key_tile % 2 * KEY_TILE * D, threadIdx.x / 32 * 16);
-#pragma unroll 2
+#pragma unroll 1
     for (int head = 0; head < s.heads; head++) {
-        float p[1][SCORE_TOKENS / 8][4] = {};
-        multiply_rows<D, 1, SCORE_TOKENS / 16>(p, k_rows, buffers.q_tile, head * SCORE_TOKENS);
+        float p[SCORE_PIECES][SCORE_TOKENS / 8][4] = {};
+        multiply_rows<D, SCORE_PIECES, SCORE_TOKENS / 16>(p, k_rows, buffers.q_tile, head * SCORE_TOKENS);
         if (masked) {
 #pragma unroll
-            for (int n = 0; n < SCORE_TOKENS / 8; n++)
+            for (int m = 0; m < SCORE_PIECES; m++)
 #pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    const int block = key_tile * KEY_TILE + e / 2 * 8;
-                    if (ends[n][e % 2] <= block) p[0][n][e] = -INFINITY;
-                }
+                for (int n = 0; n < SCORE_TOKENS / 8; n++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++)
+                        if (ends[n][e % 2] <= m * 16 + e / 2 * 8) p[m][n][e] = -INFINITY;
         }
 #pragma unroll
         for (int n = 0; n < SCORE_TOKENS / 8; n++) {
             const float2 minus_lse =
                 *reinterpret_cast<const float2*>(buffers.minus_shifts + head * SCORE_TOKENS + n * 8 + column);
 #pragma unroll
-            for (int e = 0; e < 4; e++)
-                sums[n][e] += exp2_approx(fmaf(p[0][n][e], s.scale * LOG2_E, e % 2 ? minus_lse.y : minus_lse.x));
+            for (int m = 0; m < SCORE_PIECES; m++)
+#pragma unroll
+                for (int e = 0; e < 4; e++)
+                    sums[m][n][e] += exp2_approx(fmaf(p[m][n][e], s.scale * LOG2_E, e % 2 ? minus_lse.y : minus_lse.x));
         }
     }
 }
-// importances += the weights of a tile's compressed blocks. Each (token, selection block) has one thread, which adds in
-// the order of the compressed blocks.
+// importances [tokens, importance_stride] += the weights of the compressed blocks from `begin` on that are in the
+// buffers; a selection block that shares no token with those before `begin` has no sum yet. Added in the order of the
+// compressed blocks.
 template <int D>
-__device__ inline void fold_importances(const ScoreBuffers<D>& buffers, int key_tile, int last_block,
-                                        const AttentionShape& s) {
-    const int begin = key_tile * KEY_TILE, end = min(begin + KEY_TILE, s.keys);  // compressed blocks of this tile
-    const int first_block = begin * s.d / s.slc_block;
-    const int blocks = min(((end - 1) * s.d + s.l - 1) / s.slc_block, last_block) + 1 - first_block;
-    for (int item = threadIdx.x; item < blocks * SCORE_TOKENS; item += SCORE_THREADS) {
-        const int token = item % SCORE_TOKENS;
-        const int block = first_block + item / SCORE_TOKENS;
-        const int first = block * (s.slc_block / s.d) + first_overlap(s) - begin;
-        const float* weight = buffers.weights + token * WEIGHT_STRIDE + first;
-        float* importance = buffers.importances + token * importance_stride(s) + block;
-        float sum = *importance;
-        for (int i = max(0, -first); i < min(overlaps(s), end - begin - first); i++)
-            sum += weight[i] * buffers.overlap[i];
-        *importance = sum;
-    }
+__device__ inline void fold_importances(float* importances, const ScoreBuffers<D>& buffers, int begin,
+                                        const QueryTile& tile, const AttentionShape& s) {
+    const int end = min(begin + SCORE_KEYS, s.keys), end_block = end_of_shared_blocks(end, last_block_of(tile, s), s);
+    for (int token = threadIdx.x / 32; token < tile.tokens; token += SCORE_THREADS / 32)
+        for (int block = begin * s.d / s.slc_block + threadIdx.x % 32; block < end_block; block += 32) {
+            const int first = block * (s.slc_block / s.d) + first_overlap(s) - begin;
+            const float* weight = buffers.weights + token * WEIGHT_STRIDE + first;
+            float* importance = importances + size_t(token) * importance_stride(s) + block;
+            float sum = begin > 0 && first < 0 ? *importance : 0;
+            for (int i = max(0, -first); i < min(overlaps(s), end - begin - first); i++)
+                sum += weight[i] * buffers.overlap[i];
+            *importance = sum;
+        }
 }
-// importances = those of the tile's tokens. Ends with a barrier.
+// Where a launch on the selection's tiles from first_block on keeps the importances of a block's tokens.
+__device__ inline float* importances_of_block(float* importances, const AttentionShape& s) {
+    return importances + size_t(blockIdx.x) * SCORE_TOKENS * importance_stride(s);
+}
+// importances of the tiles' tokens, unless these take all blocks
+//     of 16 tokens and 32 compressed blocks of one head: mma 26 / 52, ldmatrix 16 / 32, exponentials 32 / 32
 template <int D>
-__device__ inline void compute_importances(const ScoreBuffers<D>& buffers, const QueryTile& tile, const bf16* q,
-                                           const bf16* kc, const float* lse, int last_block, const AttentionShape& s) {
+__global__ void __launch_bounds__(SCORE_THREADS)
+    score_blocks_kernel(float* importances, const bf16* q, const bf16* kc, const float* lse, int first_block,
+                        AttentionShape s) {
+    wait_for_earlier_kernels();
+    const QueryTile tile = query_tile(s, first_block + int(blockIdx.x));
+    const int last_block = last_block_of(tile, s);
+    if (last_block + 1 <= s.slc_count) return;
+    const ScoreBuffers<D> buffers(s);
+    importances = importances_of_block(importances, s);
     const int lane = threadIdx.x % 32;
-    const int warp = threadIdx.x / 32;
+    const int warp_key = int(threadIdx.x) / 32 * SCORE_PIECES * 16;  // this warp's first compressed block of a tile
     const int rows = s.heads * SCORE_TOKENS;
-    const int end_tile = end_of_key_tiles<CMP>(tile, s);
-    auto copy_keys = [&](int key_tile) {
-        const bf16* from = kc + (size_t(tile.bg) * s.key_stride + size_t(key_tile) * KEY_TILE) * D;
-        copy_tile<D, SCORE_THREADS>(buffers.k_tiles + key_tile % 2 * KEY_TILE * D, from, D,
-                                    s.keys - key_tile * KEY_TILE);
+    auto copy_keys = [&](int begin) {
+        const bf16* from = kc + (size_t(tile.bg) * s.key_stride + size_t(begin)) * D;
+#pragma unroll
+        for (int i = 0; i < SCORE_KEYS; i += KEY_TILE)
+            copy_tile<D, SCORE_THREADS>(buffers.k_tile + i * D, from + i * D, D, s.keys - begin - i);
         cp_async_commit();
     };
     copy_queries<D>(buffers.q_tile, q + q_offset<D>(tile, s), size_t(s.queries) * D, D, rows, tile, s);
@@ -1808,61 +1827,64 @@ __device__ inline void compute_importances(const ScoreBuffers<D>& buffers, const
         const int begin = (first_overlap(s) + i) * s.d;
         buffers.overlap[i] = float(min(s.slc_block, begin + s.l) - max(0, begin)) / s.d;
     }
-    for (int i = threadIdx.x; i < SCORE_TOKENS * importance_stride(s); i += SCORE_THREADS) buffers.importances[i] = 0;
     const int column = lane % 4 * 2;
     const int t0 = s.first + tile.j0;
-    const int first_end = end_of_keys<CMP>(t0, s);
-    int ends[SCORE_TOKENS / 8][2];
-    for (int n = 0; n < SCORE_TOKENS / 8; n++)
-        for (int odd = 0; odd < 2; odd++)
-            ends[n][odd] = end_of_keys<CMP>(t0 + n * 8 + column + odd, s) - warp * 16 - lane / 4;
+    const int first_end = end_of_keys<CMP>(t0, s), last_end = end_of_keys<CMP>(t0 + tile.tokens - 1, s);
 
-    for (int key_tile = 0; key_tile < end_tile; key_tile++) {
+    for (int begin = 0; begin < last_end; begin += SCORE_KEYS) {
         cp_async_wait<0>();
         __syncthreads();  // this tile has arrived, the last one is folded
-        if (key_tile + 1 < end_tile) copy_keys(key_tile + 1);
-        float sums[SCORE_TOKENS / 8][4] = {};
-        const bool masked = first_end < (key_tile + 1) * KEY_TILE;
-        sum_over_heads(sums, buffers, key_tile, ends, masked, s);
-#pragma unroll
+        unsigned k_rows[SCORE_PIECES][D / 16][4];
+        load_rows<D>(k_rows, buffers.k_tile, warp_key);
+        __syncthreads();  // every warp has its rows, so the next tile may come
+        if (begin + SCORE_KEYS < last_end) copy_keys(begin + SCORE_KEYS);
+        const int first_key = begin + warp_key;
+        int ends[SCORE_TOKENS / 8][2];
         for (int n = 0; n < SCORE_TOKENS / 8; n++)
+            for (int odd = 0; odd < 2; odd++)
+                ends[n][odd] = end_of_keys<CMP>(t0 + n * 8 + column + odd, s) - first_key - lane / 4;
+        float sums[SCORE_PIECES][SCORE_TOKENS / 8][4] = {};
+        const bool masked = first_end < first_key + SCORE_PIECES * 16;
+        if (first_key < last_end) sum_over_heads(sums, k_rows, buffers, ends, masked, s);
 #pragma unroll
-            for (int e = 0; e < 4; e++)
-                buffers.weights[(n * 8 + column + e % 2) * WEIGHT_STRIDE + warp * 16 + e / 2 * 8 + lane / 4] =
-                    sums[n][e];
+        for (int m = 0; m < SCORE_PIECES; m++)
+#pragma unroll
+            for (int n = 0; n < SCORE_TOKENS / 8; n++)
+#pragma unroll
+                for (int e = 0; e < 4; e++)
+                    buffers
+                        .weights[(n * 8 + column + e % 2) * WEIGHT_STRIDE + warp_key + m * 16 + e / 2 * 8 + lane / 4] =
+                        sums[m][n][e];
         __syncthreads();
-        fold_importances(buffers, key_tile, last_block, s);
+        fold_importances(importances, buffers, begin, tile, s);
     }
     cp_async_wait<0>();
-    __syncthreads();
+    // Blocks so late that no compressed block of theirs is complete have no importance.
+    const int end = min((last_end + SCORE_KEYS - 1) / SCORE_KEYS * SCORE_KEYS, s.keys);
+    for (int token = threadIdx.x / 32; token < tile.tokens; token += SCORE_THREADS / 32)
+        for (int block = end_of_shared_blocks(end, last_block, s) + lane; block <= last_block; block += 32)
+            importances[size_t(token) * importance_stride(s) + block] = 0;
 }
-// selection [B, G, queries, words]; chosen_importance [B, G, queries], where given
-//     of 16 tokens and 16 compressed blocks of one head: mma 13 / 26, ldmatrix 16 / 32, exponentials 16 / 16,
-//     instructions 19 / 22
-template <int D>
-__global__ void __launch_bounds__(SCORE_THREADS)
-    select_blocks_kernel(uint32_t* selection, float* chosen_importance, const bf16* q, const bf16* kc, const float* lse,
+// selection [B, G, queries, words]; chosen_importance [B, G, queries], where given. A warp for each token of a tile.
+__global__ void __launch_bounds__(SCORE_TOKENS * 32)
+    choose_blocks_kernel(uint32_t* selection, float* chosen_importance, float* importances, int first_block,
                          AttentionShape s) {
     wait_for_earlier_kernels();
-    const int lane = threadIdx.x % 32;
-    const QueryTile tile = query_tile(s);
-    const int last_block = (s.first + tile.j0 + tile.tokens - 1) / s.slc_block;
-    const ScoreBuffers<D> buffers(s);
-    if (last_block + 1 > s.slc_count) compute_importances(buffers, tile, q, kc, lse, last_block, s);
-    for (int token = threadIdx.x / 32; token < tile.tokens; token += SCORE_THREADS / 32) {
-        const int last = (s.first + tile.j0 + token) / s.slc_block;
-        const size_t row = size_t(tile.bg) * s.queries + tile.j0 + token;
-        const bool takes_all = last + 1 <= s.slc_count;
-        float* importance = buffers.importances + token * importance_stride(s);
-        const float share = takes_all ? 1 : choose_best(importance, last, s.slc_count);
-        __syncwarp();  // a lane reads what others have taken
-        for (int word = 0; word < s.words; word++) {
-            const int block = word * 32 + lane;
-            const unsigned bits = __ballot_sync(~0u, block <= last && (takes_all || importance[block] < 0));
-            if (lane == 0) selection[row * s.words + word] = bits;
-        }
-        if (chosen_importance && lane == 0) chosen_importance[row] = share;
+    const int lane = threadIdx.x % 32, token = threadIdx.x / 32;
+    const QueryTile tile = query_tile(s, first_block + int(blockIdx.x));
+    if (token >= tile.tokens) return;  // a whole warp
+    const int last = (s.first + tile.j0 + token) / s.slc_block;
+    const size_t row = size_t(tile.bg) * s.queries + tile.j0 + token;
+    const bool takes_all = last + 1 <= s.slc_count;
+    float* importance = importances_of_block(importances, s) + size_t(token) * importance_stride(s);
+    const float share = takes_all ? 1 : choose_best(importance, last, s.slc_count);
+    __syncwarp();  // a lane reads what others have taken
+    for (int word = 0; word < s.words; word++) {
+        const int block = word * 32 + lane;
+        const unsigned bits = __ballot_sync(~0u, block <= last && (takes_all || importance[block] < 0));
+        if (lane == 0) selection[row * s.words + word] = bits;
     }
+    if (chosen_importance && lane == 0) chosen_importance[row] = share;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1992,17 +2014,18 @@ inline void launch_attention_backward(const LayerGradients<bf16, float>& d, cons
     else launch_gather_dkdv<D>(d.of(SLC, false, in.dout, s), in.of(SLC), s, asked.warpgroups, scratch, stream);
 }
 
-// Shared memory of a block of select_blocks_kernel, which holds the importances of all selection blocks for some
-// tokens.
+// Shared memory of a block of the scoring.
 template <int D>
-inline size_t select_shared_bytes(const AttentionShape& a) {
+inline size_t score_shared_bytes(const AttentionShape& a) {
     const size_t bytes = ScoreBuffers<D>::bytes(a);
-    if (bytes > max_shared_of_device())
-        fail_usage(
-            "%d tokens in selection blocks of %d: choosing takes %zu bytes of shared memory, this GPU has %zu; choose "
-            "larger blocks or fewer tokens",
-            a.first + a.queries, a.slc_block, bytes, max_shared_of_device());
+    check_shared_bytes(bytes, D);
     return bytes;
+}
+// Floats of scratch memory for select_blocks: all importances, or those of as many of its blocks as 64 MiB hold.
+inline size_t select_blocks_room(const NsaShape& s) {
+    const AttentionShape a = attention_shape(CMP, s, SCORE_TOKENS);
+    const size_t of_block = SCORE_TOKENS * size_t(importance_stride(a)), most = (size_t(64) << 20) / sizeof(float);
+    return of_block * std::max<size_t>(1, std::min(most / of_block, size_t(a.tiles) * size_t(a.batch_groups)));
 }
 // Refuses shapes that the kernels do not have, before anything is allocated for them.
 inline void check_shape(const NsaShape& s, AttentionPath asked = SelectedKernel::AUTO) {
@@ -2011,7 +2034,7 @@ inline void check_shape(const NsaShape& s, AttentionPath asked = SelectedKernel:
         for (const Branch branch : {WIN, CMP, SLC})
             if (s.has(branch)) check_attention_shape(branch, s);
         if (s.has(SLC)) resolve_selected<D>(asked, s);
-        if (!s.full) select_shared_bytes<D>(attention_shape(CMP, s, SCORE_TOKENS));
+        if (!s.full) score_shared_bytes<D>(attention_shape(CMP, s, SCORE_TOKENS));
     });
 }
 // out [B, H, queries, D] = softmax(q k^T / sqrt(D)) v over the branch's keys, lse [B, H, queries] the natural logarithm
@@ -2048,16 +2071,23 @@ inline void attention_backward(const LayerGradients<bf16, float>& d, const Layer
 }
 // selection [B, G, queries, words] = the blocks that each query and group attends to, by q [B, H, queries, D], kc [B,
 // G, NC, D] and the compressed branch's lse [B, H, queries]; chosen_importance [B, G, queries], where given: their
-// share of all importance. The rule is Cpu's.
+// share of all importance. The rule is Cpu's. The importances of as many tiles as `room` has place for, of one at
+// least, are under way at once; select_blocks_room() says how many floats make few launches.
 inline void select_blocks(uint32_t* selection, float* chosen_importance, const bf16* q, const bf16* kc,
-                          const float* lse, const NsaShape& s, cudaStream_t stream) {
+                          const float* lse, const NsaShape& s, float* importances, size_t room, cudaStream_t stream) {
     check_attention_shape(CMP, s);
     if (s.query_rows() == 0) return;
     with_head_dimension(s.D, [&](auto D) {
         const AttentionShape a = attention_shape(CMP, s, SCORE_TOKENS);
-        launch<select_blocks_kernel<D()>>(unsigned(a.tiles * a.batch_groups), SCORE_THREADS,
-                                          select_shared_bytes<D()>(a), stream, selection, chosen_importance, q, kc, lse,
-                                          a);
+        const size_t bytes = score_shared_bytes<D()>(a);
+        const int blocks = a.tiles * a.batch_groups,
+                  at_once = int(room / (SCORE_TOKENS * size_t(importance_stride(a))));
+        for (int first = 0; first < blocks; first += at_once) {
+            const unsigned count = unsigned(std::min(at_once, blocks - first));
+            launch<score_blocks_kernel<D()>>(count, SCORE_THREADS, bytes, stream, importances, q, kc, lse, first, a);
+            launch<choose_blocks_kernel>(count, SCORE_TOKENS * 32, 0, stream, selection, chosen_importance, importances,
+                                         first, a);
+        }
     });
 }
 
@@ -2412,7 +2442,10 @@ struct Cuda : CudaOptimiser {
                        const NsaShape& s) {
         const ProfileRange range("selection");
 #ifndef PRECISION_FP32
-        if (!plain_attention) return ::select_blocks(selection, chosen_importance, q, kc, lse, s, stream);
+        if (!plain_attention) {
+            const size_t room = select_blocks_room(s);
+            return ::select_blocks(selection, chosen_importance, q, kc, lse, s, scratch<float>(0, room), room, stream);
+        }
 #endif
         plain::select_blocks(selection, chosen_importance, q, kc, lse, s, stream);
     }

@@ -703,8 +703,11 @@ inline SelectionRun run_selection(const Inputs& in, const std::vector<float>& ls
     DeviceArray<bf16> q(in.q), kc(in.k);
     DeviceArray<float> device_lse(lse), share(size_t(s.B) * s.G * s.queries);
     DeviceArray<uint32_t> selection(size_t(s.B) * s.G * s.queries * s.selection_words()), alone(selection.count);
-    select_blocks(selection.data, share.data, q.data, kc.data, device_lse.data, s, nullptr);
-    select_blocks(alone.data, nullptr, q.data, kc.data, device_lse.data, s, nullptr);
+    // Once in as few launches as there are for training, once three tiles of tokens at a time.
+    const size_t room = select_blocks_room(s), little = 3 * SCORE_TOKENS * size_t(s.slc_blocks());
+    DeviceArray<float> importances(std::max(room, little));
+    select_blocks(selection.data, share.data, q.data, kc.data, device_lse.data, s, importances.data, room, nullptr);
+    select_blocks(alone.data, nullptr, q.data, kc.data, device_lse.data, s, importances.data, little, nullptr);
 #ifdef CUDA_ON_CPU
     CHECK_EQUAL(emu::unwritten(selection.data, selection.count) + emu::unwritten(share.data, share.count), 0L);
 #endif
@@ -792,17 +795,17 @@ TEST(attention_kernels_select_blocks) {
     long tokens = 0, other = 0;
     const int cases[][9] = {
         // l, d, l', n, T, first, heads, G, D
-        // up to three tiles of compressed keys
+        // one or two tiles of compressed keys
         {32, 16, 64, 4, 500, 0, 6, 1, 64},        {8, 4, 16, 5, 300, 0, 3, 2, 64},
         {4, 2, 16, 6, 300, 0, 1, 2, 64},          {1, 1, 16, 4, 200, 0, 6, 1, 64},
         {16, 8, 32, 4, 200, 0, 12, 1, 64},        {64, 16, 32, 3, 200, 0, 2, 2, 64},
         {12, 4, 20, 5, 190, 0, 2, 1, 64},         {8, 4, 16, 1, 100, 0, 1, 1, 64},
         {8, 4, 16, 2, 100, 0, 1, 1, 64},          {32, 16, 64, 64, 31, 0, 1, 1, 64},
-        {8, 4, 16, 5, 130, 0, 3, 1, 16},          {8, 4, 16, 5, 130, 0, 16, 1, 32},
-        {8, 4, 16, 5, 130, 0, 3, 1, 128},         {32, 16, 64, 16, 4096, 4070, 6, 1, 64},  // decoding: 64 blocks
+        {32, 16, 64, 16, 4096, 4070, 6, 1, 64},    // decoding: 64 blocks
         {32, 16, 64, 16, 2048, 1023, 6, 2, 64},    // from tokens that take all to tokens that choose
         {8, 4, 16, 64, 1200, 1190, 3, 1, 64},      // n = 64, 75 blocks, three words
-        {32, 16, 16, 20, 16384, 16380, 6, 1, 64},  // 1024 blocks, 16 tiles of compressed keys
+        {32, 16, 16, 20, 16384, 16380, 6, 1, 64},  // 1024 blocks, 8 tiles of compressed keys
+        {8, 4, 1024, 4, 5000, 4990, 3, 1, 64},     // blocks of two tiles
         {32, 16, 64, 4, 300, 299, 6, 2, 64},
     };
     for (const auto& c : cases) {
@@ -818,6 +821,18 @@ TEST(attention_kernels_select_blocks) {
     s.l = 8, s.d = 4, s.slc_block = 16, tokens = other = 0;
     check_selection(s, 18, &tokens, &other);  // scores about +-1500: most importances are 0 in fp32
     std::printf("    select_blocks, large logits: %ld of %ld\n", other, tokens);
+}
+TEST(attention_kernels_choice_of_other_heads) {
+    using namespace attention_tests;
+    long tokens = 0, other = 0;
+    const int cases[][3] = {{3, 16, 2}, {16, 32, 1}, {3, 128, 1}, {16, 128, 1}};  // heads, D, sequences
+    for (const auto& [heads, D, B] : cases) {
+        NsaShape s = shape(std::min(610, LONGEST), heads, 1, D, B);
+        s.l = 8, s.d = 4, s.slc_block = 16, s.slc_count = 5, s.first = s.T > 200 ? s.T - 40 : 0,
+        s.queries = s.T - s.first;
+        check_selection(s, 1, &tokens, &other);
+    }
+    std::printf("    select_blocks, other heads: %ld of %ld\n", other, tokens);
 }
 TEST(attention_kernels_ties_go_to_the_lower_block) {
     using namespace attention_tests;
@@ -850,7 +865,8 @@ TEST(attention_kernels_refuse) {
     NsaShape s = shape(64, 3);
     s.D = 48;
     CHECK_FAILS(2, "head dimension of 48", forward(WIN, s));
-    CHECK_FAILS(2, "head dimension of 48", select_blocks(nullptr, nullptr, none, none, nullptr, s, nullptr));
+    const auto choose = [&] { select_blocks(nullptr, nullptr, none, none, nullptr, s, nullptr, 1, nullptr); };
+    CHECK_FAILS(2, "head dimension of 48", choose());
     s = shape(64, 3), s.slc_block = 24;
     CHECK_FAILS(2, "selection blocks of 24 tokens", forward(SLC, s));
     s.slc_block = 96;
@@ -863,8 +879,8 @@ TEST(attention_kernels_refuse) {
     CHECK_FAILS(
         2, "a head dimension of 128: attention takes 131072 bytes of shared memory for a block, this GPU has 101376",
         check_shared_bytes(131072, 128, 101376));
-    s = shape(1 << 20, 1), s.first = (1 << 20) - 1, s.queries = 1, s.slc_block = 16;
-    CHECK_FAILS(2, "shared memory", select_blocks(nullptr, nullptr, none, none, nullptr, s, nullptr));
+    s = shape(64, 128);  // 16 tokens of so many heads
+    CHECK_FAILS(2, "shared memory", choose());
     s = shape(0, 3), s.queries = 0;
     forward(WIN, s);  // nothing to do
     using Names = std::vector<std::string>;
@@ -900,7 +916,9 @@ TEST(attention_kernels_refuse) {
     check_shape(s);
     s.D = 48;
     CHECK_FAILS(2, "head dimension of 48", check_shape(s));
-    s = shape(1 << 20, 1), s.slc_block = 16;
-    CHECK_FAILS(2, "1048576 tokens in selection blocks of 16", check_shape(s));
+    s = shape(64, 128);
+    CHECK_FAILS(2, "shared memory", check_shape(s));
+    s = shape(1 << 20, 1), s.slc_block = 16;  // however many blocks there are to choose from
+    check_shape(s);
 }
 #endif

@@ -164,7 +164,8 @@ TEST(cuda_bench_check_names_every_product) {
 // of the kernels.
 static double training_gib(Cuda& dev, const Config& c, const std::string& name) {
     const NsaShape s = shape_of(c, c.batch, c.seq_len);
-    size_t scratch = attention_backward_bytes(s, SelectedKernel::GATHER);
+    size_t scratch =
+        std::max(attention_backward_bytes(s, SelectedKernel::GATHER), select_blocks_room(s) * sizeof(float));
     for (const Branch branch : {CMP, SLC, WIN})
         scratch = std::max(scratch, attention_forward_bytes(branch, s, SelectedKernel::GATHER));
     // of compress_backward: the tokens' gradient, activated and the chunks' columns, of keys and values
