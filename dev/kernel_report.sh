@@ -2,8 +2,9 @@
 # What the kernels cost according to ptxas: registers, shared memory, spills; on every generation of GPUs that
 # lib/cuda/attention_kernels.h has, or on ARCHS. A kernel that spills fails, and so does a row of the table of attention
 # kernels there for which not every head dimension and branch has code. So does whatever else ptxas says of wgmma (C75xx:
-# that it serializes them), but for C7519, a fence that it adds, which is counted. And from sm_90 on a kernel that touches
-# device memory, branches or ends before it waits for earlier kernels (launch<> in lib/cuda/common.cuh says why).
+# that it serializes them), but for C7519, a fence that it adds, which is counted. And so does, from sm_90 on, a kernel
+# that touches device memory, branches or ends before it waits for earlier kernels: launch<> in lib/cuda/common.cuh says
+# why.
 #     dev/kernel_report.sh [SOURCE]        default train_nsa.cu, which instantiates every kernel that it launches
 # Ends with "N passed, N failed".
 set -uo pipefail
@@ -42,8 +43,8 @@ for arch in $archs; do
     # An older nvcc does not know the latest; none lists sm_90a beside sm_90.
     "${NVCC:-nvcc}" --list-gpu-code | grep -x "${arch%a}" >/dev/null || continue
     if ! "${NVCC:-nvcc}" -x cu -std=c++17 -O3 -gencode="arch=compute_${arch#sm_},code=$arch" -diag-suppress 1675 \
-        -Werror all-warnings -Xptxas -v -Xcompiler -w -DUSE_CUDA -DNSA_WITHOUT_MAIN -cubin -o "$work/cubin" -keep -keep-dir "$work" "$source" \
-        >"$log" 2>&1; then
+        -Werror all-warnings -Xptxas -v -Xcompiler -w -DUSE_CUDA -DNSA_WITHOUT_MAIN -cubin -o "$work/cubin" \
+        -keep -keep-dir "$work" "$source" >"$log" 2>&1; then
         cat "$log"
         echo "$source does not compile for $arch"
         failed=$((failed + 1))
