@@ -67,11 +67,12 @@ inline std::string environment_json(const World& world, const std::string& engin
     struct utsname system = {};
     uname(&system);
     std::error_code error;
-    Json hosts(Json::Object), versions(Json::Object);
+    Json hosts(Json::Object), versions(Json::Object), command(Json::Array);
     for (const std::string& name : world.hosts)
         if (!hosts.find(name)) hosts.add(name, std::count(world.hosts.begin(), world.hosts.end(), name));
     for (const auto& [name, version] : libraries)
         if (!version.empty()) versions.add(name, version);
+    for (const std::string& word : command_words()) command.items.emplace_back(word, true);  // paths may have any bytes
     // git describe and whether the tree had changes, of a version like 0.2.0-1234567-dirty.
     const std::string version = version_text(), clean = version.substr(0, version.rfind("-dirty"));
     const size_t dash = clean.find('-');
@@ -92,6 +93,6 @@ inline std::string environment_json(const World& world, const std::string& engin
                 {"hosts", hosts},
                 {"variables", variables()},
                 {"folder", Json(std::filesystem::current_path(error).string(), true)},
-                {"command", Json::list(command_words())}}
+                {"command", command}}
         .to_text();
 }
