@@ -34,10 +34,15 @@ inline void require_shared_folder(const World& world, const std::string& out) {
     const std::string written = world.gather(run_json())[0];
     const double limit = seconds_now() + 10;
     while (run_json() != written && seconds_now() < limit) usleep(100000);
-    const std::string error = format_text(
-        "--out %s on %s is not the folder in which rank 0 on %s has written run.json: give one that all hosts see",
-        out.c_str(), world.host.c_str(), world.hosts[0].c_str());
-    fail_together(world, run_json() == written ? "" : error);
+    std::string error;
+    if (run_json() != written)
+        error = format_text(
+            "--out %s on %s is not the folder in which rank 0 on %s has written run.json: give one that all hosts see",
+            out.c_str(), world.host.c_str(), world.hosts[0].c_str());
+    else if (access(out.c_str(), W_OK) != 0)
+        error = format_text("--out %s on %s: %s, and every rank writes its part of a checkpoint there", out.c_str(),
+                            world.host.c_str(), std::strerror(errno));
+    fail_together(world, error);
 }
 
 // Looks at whatever a run can be refused for, prints its first lines, and only then writes into its folder. All ranks
@@ -48,7 +53,9 @@ inline RunStart open_run(const Config& c, const World& world, const Device& devi
     const bool writes = c.dump_state.empty(), says = world.rank == 0;
     if (world.size > 1)
         require_same(world, same_run_lines(c, binary_digest(), data.train->state().corpus, data.val_corpus()),
-                     "start all ranks with the same program, options and data");
+                     c.resume ? "start all ranks with the same program, options and data, and with an --out that all "
+                                "hosts see: a resume takes its options from there"
+                              : "start all ranks with the same program, options and data");
     RunStart start;
     const std::string chosen = choose_checkpoint(c.out, c.resume, !writes, world);
     const bool resumes = !chosen.empty();
