@@ -244,8 +244,8 @@ void RunPrinter::warn_of_rise(const OutlierWindow& losses) const {
     const auto few = losses.values.end() - std::min<std::ptrdiff_t>(8, std::ptrdiff_t(losses.values.size()));
     const double mean = std::accumulate(few, losses.values.end(), 0.0) / double(losses.values.end() - few);
     const double first = is_validated ? first_val_loss : first_loss, last = is_validated ? last_val_loss : mean;
-    // Training losses are each of another batch, so of these only a doubling counts; near 0 nothing does.
-    if (last > (is_validated ? 1.02 : 2) * first + 0.1)
+    // Training losses are each of another batch, so of these only a doubling counts, and near 0 not even that.
+    if (last > (is_validated ? 1.02 * first : 2 * first + 0.1))
         complain(
             format_text("the %s loss rose from %.4f to %.4f: the model is worse than where this run began; "
                         "lower --lr, or look at the data",
