@@ -2097,6 +2097,7 @@ inline void select_blocks(uint32_t* selection, float* chosen_importance, const b
 // The engine.
 // =====================================================================================================================
 
+// Each operation computes what that of Cpu in nsa_cpu.h does, from the same arrays; what is said here is how.
 struct Cuda : CudaOptimiser {
     static constexpr bool has_master = true;
     static constexpr bool on_host = false;
@@ -2148,14 +2149,13 @@ struct Cuda : CudaOptimiser {
     // FLOP/s of the tensor cores at best; 0: unknown, or not used.
     double peak_flops() const { return FP32 ? 0 : bf16_peak_flops(); }
 
-    // ----- embedding.  x = embed[token].  tokens [N], embed [V, C], x [N, C]
+    // ----- embedding
     void embedding_forward(real* x, const int32_t* tokens, const real* embed, int N, int C) {
         with_width(is_wide(C, x, embed), [&](auto W) {
             launch<kernels::embedding_forward_kernel<W()>>(blocks_for(size_t(N) * C, 256 * W()), 256, 0, stream, x,
                                                            tokens, embed, N, C);
         });
     }
-    // dembed [V, C] += rows of dx [N, C]
     void embedding_backward(Grad* dembed, const real* dx, const int32_t* tokens, int N, int C) {
         int32_t* sorted = scratch<int32_t>(0, size_t(N));
         launch<kernels::sort_positions_kernel>(blocks_for(size_t(N), kernels::SORT_THREADS), kernels::SORT_THREADS, 0,
@@ -2166,8 +2166,7 @@ struct Cuda : CudaOptimiser {
         });
     }
 
-    // ----- smear.  x[t] += g[t] * (w.scale o e[t-1]) with e = embed[token], g[t] = sigmoid(w.gate . e[t]); position 0
-    // stays
+    // ----- smear
     void smear_forward(real* x, const int32_t* tokens, const real* embed, const SmearOf<real>& w, const NsaShape& s,
                        int C) {
         const kernels::SmearInput in{tokens, embed, w.gate, w.scale, s.first, s.queries, C};
@@ -2177,8 +2176,6 @@ struct Cuda : CudaOptimiser {
                                                        kernels::NORM_ROWS * 32, 0, stream, x, in, N);
         });
     }
-    // With dz[t] = g[t] (1 - g[t]) * sum of dx[t] o scale o e[t-1], g and dz 0 at position 0, and sums over t:
-    //     de[t] = dx[t] + dz[t] gate + g[t+1] scale o dx[t+1];  dgate += dz[t] e[t];  dscale += g[t] dx[t] o e[t-1]
     void smear_backward(real* de, const SmearOf<Grad>& dw, const real* dx, const int32_t* tokens, const real* embed,
                         const SmearOf<real>& w, const NsaShape& s, int C) {
         const kernels::SmearInput in{tokens, embed, w.gate, w.scale, 0, s.T, C};
@@ -2194,7 +2191,7 @@ struct Cuda : CudaOptimiser {
         });
     }
 
-    // ----- RMSNorm.  out = x * rstd * weight,  rstd = 1/sqrt(mean(x^2) + eps).  x, out [N, C], rstd [N], weight [C]
+    // ----- RMSNorm
     void rmsnorm_forward(real* out, Stat* rstd, const real* x, const real* weight, int N, int C) {
         with_width(is_wide(C, out, x, weight), [&](auto W) {
             launch<kernels::rmsnorm_forward_kernel<W()>>(blocks_for(size_t(N), kernels::NORM_ROWS),
@@ -2202,7 +2199,6 @@ struct Cuda : CudaOptimiser {
                                                          C);
         });
     }
-    // dx += rstd * (g - x * rstd^2 * mean(g * x)) with g = dout * weight;  dweight += sum over rows of dout * x * rstd
     void rmsnorm_backward(real* dx, Grad* dweight, const real* dout, const real* x, const Stat* rstd,
                           const real* weight, int N, int C) {
         // As many warps as have room for their sums in the 48 KiB that every GPU grants, and at least one.
@@ -2221,28 +2217,24 @@ struct Cuda : CudaOptimiser {
                                               blocks, C);
     }
 
-    // ----- linear layers, weight [OC, C].
-    // out [N, OC] = inp [N, C] weight^T  (+ residual [N, OC], where given)
+    // ----- linear layers
     void matmul_forward(real* out, const real* inp, const real* weight, const real* residual, int N, int C, int OC) {
         gemm_nt({N, OC, C}, inp, C, weight, C, residual, out, OC);
     }
-    // dinp [N, C] = dout [N, OC] weight
     void matmul_backward_input(real* dinp, const real* dout, const real* weight, int N, int C, int OC) {
         gemm_nn({N, C, OC}, dout, OC, weight, C, nullptr, dinp, C);
     }
-    // dweight [OC, C] += dout^T inp
     void matmul_backward_weight(Grad* dweight, const real* dout, const real* inp, int N, int C, int OC) {
         gemm_tn({OC, C, N}, dout, OC, inp, C, dweight, dweight, C);
     }
 
-    // ----- SiLU, elementwise: x * sigmoid(x)
+    // ----- SiLU
     void silu_forward(real* out, const real* x, size_t count) {
         if (count == 0) return;
         with_width(is_wide(count, out, x), [&](auto W) {
             launch<kernels::silu_forward_kernel<W()>>(blocks_for(count, 256 * W()), 256, 0, stream, out, x, count);
         });
     }
-    // dx = dout * s * (1 + x * (1 - s)), s = sigmoid(x); dx may be dout
     void silu_backward(real* dx, const real* dout, const real* x, size_t count) {
         if (count == 0) return;
         with_width(is_wide(count, dx, dout, x), [&](auto W) {
@@ -2251,8 +2243,7 @@ struct Cuda : CudaOptimiser {
         });
     }
 
-    // ----- classifier.  losses [N] = cross-entropy of logits [N, Vp] against targets [N], without columns V..Vp-1.
-    // With want_gradient, logits become dlogits = (softmax - onehot) * dloss in place, 0 in the padded columns.
+    // ----- classifier
     void classifier(Stat* losses, real* logits, const int32_t* targets, double dloss, bool want_gradient, int N, int V,
                     int Vp) {
         // A multiprocessor has 1 KiB more than a block can have, and takes 1 KiB for each block.
@@ -2281,7 +2272,6 @@ struct Cuda : CudaOptimiser {
         real* kv[HEAD_SLOTS];  // [B, G, T, D]
         Stat* gate;            // [3, B, H, T], of the logit
     };
-    // heads = projected, split, rotated and gated
     void split_heads_forward(Heads out, const real* projected, const real* gains, const NsaShape& s) {
         const kernels::Rope rope = prepare_rope(s);
         with_width(heads_are_wide(projected, out, s), [&](auto W) {
@@ -2294,8 +2284,6 @@ struct Cuda : CudaOptimiser {
                 unsigned(s.B) * unsigned(s.queries), kernels::NORMED_WARPS * 32, 0, stream,
                 pointers_of<kernels::HeadPointers>(out), projected, gains, rope, s, s.projected());
     }
-    // dprojected = gradients of the heads, rotated back and merged; the padding gets 0. With gains it holds what was
-    // projected until then, and dgains +=. Training shapes (first = 0, queries = T).
     void split_heads_backward(real* dprojected, Grad* dgains, HeadGradients d, const real* gains, const NsaShape& s) {
         const kernels::Rope rope = prepare_rope(s);
         with_width(heads_are_wide(dprojected, d, s), [&](auto W) {
@@ -2314,12 +2302,10 @@ struct Cuda : CudaOptimiser {
                                               (const float*)partial, blocks, width);
     }
 
-    // ----- compression, paper eq. 7, with phi(X_i) = mean over the l rows + fc2 silu(fc1 X_i + bias).
+    // ----- compression, paper eq. 7
     using Phis = PhisOf<real>;
     using PhiGradients = PhisOf<Grad>;
     static constexpr int SETS = 2;  // of heads: keys and values
-    // out = the compressed keys [B, G, NC, D], rotated by the angles at position i*d, and values, the same; hidden [2,
-    // B, G, NC, F] before the SiLU. Computes the blocks that end inside this call's positions.
     void compress_forward(real* out, real* hidden, const real* k, const real* v, const Phis& phi, const NsaShape& s) {
         const ProfileRange range("compression");
         const int D = s.D, F = s.F, begin = s.cmp_blocks(s.first), count = s.cmp_blocks(s.first + s.queries) - begin,
@@ -2347,7 +2333,6 @@ struct Cuda : CudaOptimiser {
         launch<kernels::compress_output_kernel>(blocks_for(size_t(SETS) * rows * D / 2, 128), 128, 0, stream, out,
                                                 (const float*)out_sum, k, to_v, rope, SETS * rows, count, begin, NC, s);
     }
-    // dk and dv =, dphi +=, from dout (whose keys are rotated back in place). Training shapes.
     void compress_backward(real* dk, real* dv, const PhiGradients& dphi, real* dout, const real* hidden, const real* k,
                            const real* v, const Phis& phi, const NsaShape& s) {
         const ProfileRange range("compression");
@@ -2400,8 +2385,7 @@ struct Cuda : CudaOptimiser {
                                             size_t(dv - dk), (const float*)sums, (const real*)dout, all_rows, NC, s);
     }
 
-    // ----- attention, by the kernels on tensor cores or by the plain ones.
-    // out [B, H, queries, D] = softmax(q k^T / sqrt(D)) v over the branch's keys; lse [B, H, queries]
+    // ----- attention, by the kernels on tensor cores or by the plain ones
     void attention_forward(Branch branch, real* out, Stat* lse, const real* q, const real* k, const real* v,
                            const uint32_t* selection, const NsaShape& s) {
         const ProfileRange range(ATTENTION_NAMES[branch]);
@@ -2437,7 +2421,6 @@ struct Cuda : CudaOptimiser {
         const ProfileRange range(ATTENTION_NAMES[branch]);
         plain::attention_backward(branch, d, in, s, stream);
     }
-    // selection [B, G, queries, words]; chosen_importance, where given, [B, G, queries]
     void select_blocks(uint32_t* selection, Stat* chosen_importance, const real* q, const real* kc, const Stat* lse,
                        const NsaShape& s) {
         const ProfileRange range("selection");
@@ -2449,14 +2432,11 @@ struct Cuda : CudaOptimiser {
 #endif
         plain::select_blocks(selection, chosen_importance, q, kc, lse, s, stream);
     }
-    // attention_forward of the compressed branch and, unless selection is null, select_blocks
     void attend_and_select(real* out, Stat* lse, uint32_t* selection, Stat* chosen_importance, const real* q,
                            const real* kc, const real* vc, const NsaShape& s) {
         attention_forward(CMP, out, lse, q, kc, vc, nullptr, s);
         if (selection) select_blocks(selection, chosen_importance, q, kc, lse, s);
     }
-    // out [B*queries, H*D] = sum over branches of gate * branch output.  o [3, B, H, queries, D], gate [3, B, H,
-    // queries]; paper eq. 5
     void combine_forward(real* out, const real* o, const Stat* gate, const NsaShape& s) {
         const size_t rows = s.query_rows();
         with_width(is_wide(s.D, out, o), [&](auto W) {
@@ -2464,7 +2444,6 @@ struct Cuda : CudaOptimiser {
                                                          out, o, gate, rows, s);
         });
     }
-    // row_dot = dout . o, lse_gated = lse - ln(gate), dgate_logit = row_dot * gate * (1 - gate), all [3, B, H, queries]
     void attention_backward_rows(Stat* row_dot, Stat* lse_gated, Stat* dgate_logit, const real* dout, const real* o,
                                  const Stat* gate, const Stat* lse, const NsaShape& s) {
         const size_t rows = s.query_rows();

@@ -1,8 +1,9 @@
 // engine.h: the contract between the program and an engine. An engine is the model's operations on one kind of
 // processor, and the memory that they work on; train_nsa.cu, ddp.cuh and lib/ know nothing else of it. What stands here
 // is all that a new engine needs to have: static_assert(is_engine<Dev>) names each member that is missing or has other
-// arguments. Cpu in nsa_cpu.h says in plain loops what an operation computes; Cuda in nsa_kernels.cuh and OpenCl in
-// dev/ports/opencl have the same members.
+// arguments. What an operation computes is said once, by the member of the same name of Cpu, in nsa_cpu.h and
+// lib/cpu/optimiser.h; here are shapes and rules. Cuda in nsa_kernels.cuh and OpenCl in dev/ports/opencl have the same
+// members.
 //
 // What holds for every member:
 //   Addresses    allocate() returns an address of the engine's memory. The program adds to it, subtracts two of one
@@ -156,58 +157,51 @@ struct Members : Formats<Dev> {
     NEEDS(std::vector<double>, receive, ());
 
     // ----- layers. tokens, targets [N]; x, dx, inp, dinp [N, C]; out, dout [N, OC] of a product; weight [OC, C]
-    // x = embed[token].  embed [V, C]
+    // embed, dembed [V, C]; dembed += the rows of one token in order of n
     NEEDS(void, embedding_forward, (real * x, const int32_t* tokens, const real* embed, int N, int C));
-    // dembed [V, C] += the rows of dx, those of one token in order of n
     NEEDS(void, embedding_backward, (Grad * dembed, const real* dx, const int32_t* tokens, int N, int C));
-    // x[t] += g[t] * (w.scale o e[t-1]) with e = embed[token] and g[t] = sigmoid(w.gate . e[t]); position 0 stays.
-    // tokens [B, queries]; where s.first > 0, B is 1 and tokens[-1] is the token before.
+    // x +=. tokens [B, queries]; where s.first > 0, B is 1 and tokens[-1] is the token before.
     NEEDS(void, smear_forward,
           (real * x, const int32_t* tokens, const real* embed, const SmearOf<real>& w, const NsaShape& s, int C));
-    // With dz[t] = g[t] (1 - g[t]) * sum of dx[t] o w.scale o e[t-1], g and dz 0 at position 0:
-    // de[t] = dx[t] + dz[t] w.gate + g[t+1] (w.scale o dx[t+1]);  dw.gate += sum over t of dz[t] e[t];  dw.scale += sum
-    // over t of g[t] (dx[t] o e[t-1]). Training shapes.
+    // de =, dw +=. Training shapes.
     NEEDS(void, smear_backward,
           (real * de, const SmearOf<Grad>& dw, const real* dx, const int32_t* tokens, const real* embed,
            const SmearOf<real>& w, const NsaShape& s, int C));
-    // rstd [N] = 1/sqrt(mean(x^2) + NORM_EPS), out [N, C] = x * rstd * weight [C]
+    // out =, rstd [N] =. weight [C]
     NEEDS(void, rmsnorm_forward, (real * out, Stat* rstd, const real* x, const real* weight, int N, int C));
-    // dx += rstd * (g - x * rstd^2 * mean(g * x)) with g = dout * weight;  dweight [C] += sum over n of dout * x * rstd
+    // dx +=, dweight +=
     NEEDS(void, rmsnorm_backward,
           (real * dx, Grad* dweight, const real* dout, const real* x, const Stat* rstd, const real* weight, int N,
            int C));
-    // out = inp weight^T (+ residual [N, OC], which may be null). N may be 1.
+    // out =. residual [N, OC] may be null; N may be 1.
     NEEDS(void, matmul_forward,
           (real * out, const real* inp, const real* weight, const real* residual, int N, int C, int OC));
     NEEDS(void, matmul_backward_input, (real * dinp, const real* dout, const real* weight, int N, int C, int OC));  // =
     NEEDS(void, matmul_backward_weight,
           (Grad * dweight, const real* dout, const real* inp, int N, int C, int OC));  // +=
-    // out = x * sigmoid(x);  dx = dout * s * (1 + x * (1 - s)), s = sigmoid(x). dx may be dout.
+    // out =, dx =. dx may be dout.
     NEEDS(void, silu_forward, (real * out, const real* x, size_t count));
     NEEDS(void, silu_backward, (real * dx, const real* dout, const real* x, size_t count));
-    // losses [N] = cross-entropy of logits [N, Vp] against targets; columns V..Vp-1 are padding and do not count. With
-    // want_gradient, logits become (softmax - onehot) * dloss in place, 0 in the padding.
+    // losses [N] =, of logits [N, Vp], whose columns V..Vp-1 are padding and do not count. With want_gradient the
+    // logits become their gradient, 0 in the padding.
     NEEDS(void, classifier,
           (Stat * losses, real* logits, const int32_t* targets, double dloss, bool want_gradient, int N, int V,
            int Vp));
 
     // ----- heads. projected [B*queries, s.projected()]: a row is  q | keys and values by HeadSlot | gate logits |
     // padding. q [B, H, queries, D]; kv[slot] [B, G, T, D], null below s.first_slot(); gate [branches, B, H, queries].
-    // With s.qk_norm the heads of q and of the keys become x * rstd * gain first, gains [s.gain_rows(), D], null
-    // without. q and K_SLC, K_WIN are turned by RoPE at their position, halves convention, angle position *
-    // s.rope_base^(-2i/D); gate = sigmoid(logit), 0 for a branch in s.left_out. Writes keys at positions first.. only.
-    // Full attention has no gates: gate is not written.
+    // gains [s.gain_rows(), D], null without s.qk_norm. gate is 0 for a branch in s.left_out, and not written in full
+    // attention, which has no gates. Writes keys at positions first.. only.
     NEEDS(void, split_heads_forward, (Heads out, const real* projected, const real* gains, const NsaShape& s));
-    // dprojected = those gradients turned back; gate is already the logit's. 0 in the padding. Training shapes. With
-    // s.qk_norm, dprojected holds what was projected until it is written over, and dgains += their gradients. d.q may
-    // be null: then q's columns stay.
+    // dprojected =, 0 in the padding; dgains +=. d.gate is already the gradient of the logit. With s.qk_norm,
+    // dprojected holds what was projected until it is written over. d.q may be null: then q's columns stay. Training
+    // shapes.
     NEEDS(void, split_heads_backward,
           (real * dprojected, Grad* dgains, HeadGradients d, const real* gains, const NsaShape& s));
 
-    // ----- compression. out = the compressed keys [B, G, NC, D], then the values [B, G, NC, D]: mean + fc2 silu(fc1 X
-    // + bias) of every block X of l tokens, d apart, of k, v [B, G, T, D]; keys are turned to position i*d.
-    // hidden [2, B, G, NC, F] = before the SiLU. NC = s.cmp_capacity(). v is behind k in one allocation.
-    // Only the blocks that end within positions first .. first+queries-1: there may be none.
+    // ----- compression. out = the compressed keys [B, G, NC, D], then the values [B, G, NC, D], of k, v [B, G, T, D];
+    // hidden [2, B, G, NC, F] =. NC = s.cmp_capacity(). v is behind k in one allocation. Only the blocks that end
+    // within positions first .. first+queries-1: there may be none.
     NEEDS(void, compress_forward,
           (real * out, real* hidden, const real* k, const real* v, const Phis& phi, const NsaShape& s));
     // dk and dv =, dphi +=, from dout, which may be written over. NC may be 0: then dk and dv are 0. Training shapes.
@@ -215,26 +209,20 @@ struct Members : Formats<Dev> {
           (real * dk, real* dv, const PhiGradients& dphi, real* dout, const real* hidden, const real* k, const real* v,
            const Phis& phi, const NsaShape& s));
 
-    // ----- attention. out [B, H, queries, D] = softmax(q k^T / sqrt(D)) v over the keys that lib/model/visible.h
-    // names for the branch; lse [B, H, queries] = ln of the denominator. No key: out 0, lse +infinity. k, v [B, G,
-    // s.key_stride(branch), D]. selection [B, G, queries, words]: null but in SLC.
+    // ----- attention. out [B, H, queries, D] =, lse [B, H, queries] =; without a key out is 0 and lse +infinity. k, v
+    // [B, G, s.key_stride(branch), D]. selection [B, G, queries, words]: null but in SLC.
     NEEDS(void, attention_forward,
           (Branch branch, real* out, Stat* lse, const real* q, const real* k, const real* v, const uint32_t* selection,
            const NsaShape& s));
-    // attention_forward of CMP and, unless selection is null, eq. 8 to 12: selection = the blocks of each query and
-    // group; equal importances go to the lower block. chosen_importance [B, G, queries], the share of the importance
-    // that was chosen, may be null.
+    // Equal importances go to the lower block. selection may be null, and so may chosen_importance [B, G, queries].
     NEEDS(void, attend_and_select,
           (real * out, Stat* lse, uint32_t* selection, Stat* chosen_importance, const real* q, const real* kc,
            const real* vc, const NsaShape& s));
-    // out [B*queries, H*D] = sum over branches of gate * o.  o [branches, B, H, queries, D]. In full attention the
-    // gate is 1 and `gate` may be anything.
+    // out [B*queries, H*D] =. o [branches, B, H, queries, D]. In full attention `gate` may be anything.
     NEEDS(void, combine_forward, (real * out, const real* o, const Stat* gate, const NsaShape& s));
-    // The backward pass of all branches of a layer. Per branch row_dot = dout . o, lse_gated = lse - ln(gate), which a
-    // gate of 0 makes +infinity, and dgate = row_dot gate (1 - gate), which stays in full attention; P' = e^(q k^T /
-    // sqrt(D) - lse_gated), dS = P' (dout v^T - row_dot); dk = dS^T q / sqrt(D), dv = P'^T dout, 0 for keys that nobody
-    // sees. dq = the sum over branches of dS k / sqrt(D); without d.dq it is turned back and stored in d.dprojected.
-    // Training shapes.
+    // The backward pass of all branches of a layer: all of d =, dk and dv 0 for keys that nobody sees, lse_gated
+    // +infinity where a gate is 0; dgate stays in full attention. Without d.dq the gradient of q is turned back and
+    // stored in d.dprojected. Training shapes.
     using ToBackward = LayerGradients<real, Stat>;
     using Inputs = LayerInputs<real, Stat>;
     NEEDS(void, branches_backward, (const ToBackward& d, const Inputs& in, const NsaShape& s));
@@ -253,18 +241,16 @@ struct Members : Formats<Dev> {
     using Spans = std::vector<AdamWSpan>;
     NEEDS(void, adamw,
           (real * param, Master* master, Stat* m, Stat* v, const Grad* grad, const Spans& spans, const Hyper& h));
-    // Muon, see lib/model/muon.h, of some matrices of one shape. m = beta1 m + (1 - beta1) grad and direction = beta1 m
-    // + (1 - beta1) grad, clipped and left alone as in adamw; direction [matrices, b.slot()] has zeros behind a matrix.
-    // Where rows > columns, direction and y are transposed: [columns, rows].
+    // Muon, see lib/model/muon.h, of some matrices of one shape. Clipped and left alone as in adamw; direction
+    // [matrices, b.slot()] has zeros behind a matrix. Where rows > columns, direction and y are transposed.
     NEEDS(void, muon_momentum, (Grad * direction, Stat* m, const Grad* grad, const MuonBatch& b, const Hyper& h));
-    // y [matrices, b.size()] = factor * direction / sqrt(squares [matrices]), 0 where these are
+    // y [matrices, b.size()] =, 0 where squares [matrices] are
     NEEDS(void, muon_normalise,
           (real * y, const Grad* direction, const Sum* squares, double factor, const MuonBatch& b));
-    // master = master * (1 - lr * decay) - step_size * y, and param and the exceptions as in adamw
+    // param and the exceptions as in adamw
     NEEDS(void, muon_apply,
           (real * param, Master* master, const real* y, double step_size, const MuonBatch& b, const Hyper& h));
-    // For `count` matrices out [M, N] = x [M, K] y + beta * addend [M, N], where addend may be null; y [K, N] or, if
-    // transposed, [N, K]^T
+    // out [count, M, N] =. x [count, M, K]; addend as out, or null; y [count, K, N] or, if transposed, [count, N, K]
     NEEDS(void, muon_product,
           (real * out, const real* x, const real* y, bool transposed, const real* addend, double beta, int count, int M,
            int N, int K));
