@@ -189,7 +189,7 @@ int main(int, char** argv) {
         compare_decoding(golden);
         const GpuSearch gpus = search_gpus();
         if (gpus.count == 0) std::printf("skipped: the GPU beside the CPU: %s\n", why_no_gpu(gpus).c_str());
-        else if constexpr (!std::is_void<DeviceEngine>::value) compare_gpu_with_cpu<DeviceEngine>(golden);
+        else if constexpr (!std::is_same<DeviceEngine, NoEngine>::value) compare_gpu_with_cpu<DeviceEngine>(golden);
         return 0;
     });
     std::printf("%d passed, %d failed\n", passed, failed);

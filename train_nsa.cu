@@ -25,7 +25,7 @@ using DeviceEngine = Cuda;
 #elif defined(ENGINE)  // make GPU=NAME: dev/ports/NAME defines DeviceEngine
 #include <port.h>
 #else
-using DeviceEngine = void;
+using DeviceEngine = NoEngine;
 #endif
 // defines: DataLoader, LoaderState
 #include "dataloader.h"
@@ -852,12 +852,12 @@ void generate(
 // ---------------------------------------------------------------------------------------------------------------------
 // The engine in use, and the verbs that need the model beside the training.
 
-static GpuSearch search_gpus() { return search_by_engine<DeviceEngine>(); }
+static GpuSearch search_gpus() { return DeviceEngine::search(); }
 
 // Calls use(engine, path) with the engine for this device, and with the path that gradients take between ranks.
 template <class Accelerator = DeviceEngine, class Use>
 void with_engine(const Device& device, World& world, Use use) {
-    if constexpr (!std::is_void<Accelerator>::value)
+    if constexpr (!std::is_same<Accelerator, NoEngine>::value)
         if (device.gpu) {
             world.compute_on(format_text("%s %d", device.engine.device.c_str(), device.gpu_number));
             Accelerator dev(device.gpu_number);
@@ -1147,7 +1147,7 @@ template <class Dev>
 void begin_run(Run<Dev>& run, const Config& c, const Device& device, const GradientPath& path, bool memory_is_tight) {
     const World& world = run.world;
     Model<Dev>& model = run.model;
-    const Versions libraries = library_versions(versions_of_engine<DeviceEngine>());
+    const Versions libraries = library_versions(DeviceEngine::versions());
     const RunStart start = open_run(c, world, device, path, model.table, model.partition, run.data, libraries);
     model.watchdog = &world.watchdog;
     model.note_phase("start");
@@ -1170,7 +1170,7 @@ void begin_run(Run<Dev>& run, const Config& c, const Device& device, const Gradi
 // Prints, on rank 0, what there is to say at the end of a run. Some ends are errors.
 template <class Dev>
 void print_end(Run<Dev>& run) {
-    run.printer.print_done(run.state.step, double(run.dev.peak_bytes) * 0x1p-20, info_of_engine<DeviceEngine>().device);
+    run.printer.print_done(run.state.step, double(run.dev.peak_bytes) * 0x1p-20, DeviceEngine::info().device);
     if (run.reducer) {
         run.reducer->read_clocks();
         run.printer.print_reductions(run.reducer->times);
@@ -1244,7 +1244,7 @@ static int run_train(Config& c, World& world) {
     if (!c.config.empty() && !only_prints) read_options_file(c, world.rank == 0);
     int status = 0;
     if (c.help) print_help(verb);
-    else if (c.version) print_version(info_of_engine<DeviceEngine>(), mpi_name(), choose_pmi(mpi_name()));
+    else if (c.version) print_version(DeviceEngine::info(), mpi_name(), choose_pmi(mpi_name()));
     else if (verb == TRAIN) status = run_train(c, world);
     else if (verb == TOKENIZE || verb == VOCABULARY) run_on_texts(c, verb);
     else if (verb == SAMPLE) run_sample(c, world);

@@ -73,7 +73,7 @@ static int ladder(int argc, char** argv) {
 // Without a GPU the tests of the CUDA engine have nothing to run on.
 static void leave_out_device_tests() {
 #if defined(ENGINE) && defined(DEVICE_TESTS_ONLY)
-    const GpuSearch found = search_by_engine<DeviceEngine>();
+    const GpuSearch found = DeviceEngine::search();
     if (found.count > 0) return;
     tests().cases.clear();
     skip("the tests of the " + found.engine.name + " engine: " + found.why);

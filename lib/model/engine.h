@@ -337,23 +337,13 @@ void backward_by_branches(Dev& dev, const LayerGradients<real, Stat>& d, const L
         if (s.has(branch)) dev.attention_backward(branch, d.of(branch, branch != WIN, in.dout, s), in.of(branch), s);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// What a build's engine for devices says of itself; Dev is void where the build has none.
-
-template <class Dev>
-EngineInfo info_of_engine() {
-    if constexpr (std::is_void<Dev>::value) return {};
-    else return Dev::info();
-}
-template <class Dev>
-GpuSearch search_by_engine() {
-    GpuSearch none;
-    none.nvidia_module = has_nvidia_module();
-    if constexpr (std::is_void<Dev>::value) return none;
-    else return Dev::search();
-}
-template <class Dev>
-Versions versions_of_engine() {
-    if constexpr (std::is_void<Dev>::value) return {};
-    else return Dev::versions();
-}
+// Stands for an engine for devices in a build that has none: it finds no device and says nothing of itself.
+struct NoEngine {
+    static EngineInfo info() { return {}; }
+    static GpuSearch search() {
+        GpuSearch none;
+        none.nvidia_module = has_nvidia_module();
+        return none;
+    }
+    static Versions versions() { return {}; }
+};

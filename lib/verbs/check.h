@@ -154,7 +154,7 @@ inline int run_check(const Config& c, World& world) {
     const Device device = choose_device(c, world, search_gpus());
     bool data_are_good = false;
     with_engine(device, world, [&](auto& dev, const GradientPath&) {
-        print_build(device, dev.describe(), versions_of_engine<DeviceEngine>());
+        print_build(device, dev.describe(), DeviceEngine::versions());
         data_are_good = check_data(c.vocab_dir);
         print_needs(c.model, dev);
         print_linear_layers(c.model, dev);

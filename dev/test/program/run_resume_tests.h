@@ -124,7 +124,7 @@ TEST_LONG(pytorch_repeats_an_update) {
 // What the machine cannot give is said in the line that names the change; what was given with --resume is kept, or
 // refused elsewhere.
 TEST(resume_gives_up_what_the_machine_cannot_give) {
-    const GpuSearch gpus = search_by_engine<void>();
+    const GpuSearch gpus = NoEngine::search();
     const bool gpu = gpus.count > 0;
     const auto on_two_processors = [&](Source source) {
         Config c;
