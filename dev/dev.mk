@@ -110,7 +110,7 @@ test_long: $(EMULATOR_PROGRAMS) $(BUILD)/tests train_nsa $(EMULATED)
 	@dev/run_tests.sh '$(BUILD)/cuda_tests_check --shard 1/2' '$(BUILD)/cuda_tests_check --shard 2/2' \
 	    'dev/other_machines_check.sh clang' 'dev/other_machines_check.sh aarch64' '$(BUILD)/tests --long' \
 	    dev/opencl_check.sh 'dev/other_machines_check.sh amd' \
-	    $(if $(HAVE_CUDA),dev/kernel_report.sh dev/loop_report.sh) dev/launcher_check.sh 'dev/test/mutants.sh --sample 4' \
+	    $(if $(HAVE_CUDA),dev/kernel_report.sh) dev/launcher_check.sh 'dev/test/mutants.sh --sample 4' \
 	    '$(BUILD)/cuda_tests --long' $(LONG_EMULATOR_TESTS)
 # The program for AMD's GPUs, compiled and linked, never run
 hip_check:

@@ -6,11 +6,22 @@
 # that touches device memory, branches or ends before it waits for earlier kernels: launch<> in lib/cuda/common.cuh says
 # why.
 #     dev/kernel_report.sh [SOURCE]        default train_nsa.cu, which instantiates every kernel that it launches
-# Ends with "N passed, N failed".
+# Needs nvcc, and cuobjdump, which comes with it (if it is elsewhere: CUOBJDUMP=). Ends with "N passed, N failed".
+#
+# On sm_80 and sm_90a also what the inner loops of the tensor-core kernels consist of, counted in the machine code:
+# instructions per mma (m16n8k16; a wgmma counts as those that each of its warps would need: 8 for 64 columns), ldmatrix,
+# exponentials, branches. Every instruction of the loop counts, also those that most passes jump over, such as masks. A
+# loop with an integer division (some 20 instructions) or with a register in memory fails.
+#
+# How to read these figures: a multiprocessor has four schedulers, each of which issues one instruction a cycle. An mma
+# keeps a scheduler's tensor core busy for 8 cycles on sm_80 and for about 6.5 on sm_90 (4 through wgmma), an
+# exponential (MUFU) takes 8, and an ldmatrix.x4 takes 4 cycles of the shared memory of all four. So a loop is near the
+# limit of the tensor cores if it has at most 6 instructions per mma, and fewer than 2 ldmatrix per 5 mma. A loop with
+# wgmma works at 64 keys for the 16 rows of a warp.
 set -uo pipefail
 case ${1:-} in -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
 cd "$(dirname "$0")/.." || exit 2
-source=${1:-train_nsa.cu}
+source=${1:-train_nsa.cu} cuobjdump=${CUOBJDUMP:-cuobjdump}
 if ! command -v "${NVCC:-nvcc}" >/dev/null; then
     echo "skipped: kernel_report.sh, as nvcc is not there"
     echo "0 passed, 0 failed"
@@ -37,6 +48,58 @@ int main() {
     }
 }
 EOF
+# The loops in the machine code of $work/cubin, a line each.
+count_loops() {
+    "$cuobjdump" -sass "$work/cubin" | c++filt | awk -v arch="$arch" '
+        # A loop goes from the target of a backward branch to the branch. Of loops that share an mma the shortest
+        # counts: the others surround it, or return from rare code behind it.
+        function report(   b, i, first, count, j, start, end, shorter) {
+            for (b = 1; b <= branches; b++) {
+                first = place[target[b]]
+                if (!mma(first, from[b])) continue
+                shorter = 0
+                for (j = 1; j <= branches; j++) {
+                    start = place[target[j]] > first ? place[target[j]] : first
+                    end = from[j] < from[b] ? from[j] : from[b]
+                    if (from[j] - place[target[j]] < from[b] - first && mma(start, end)) shorter = 1
+                }
+                if (shorter) continue
+                split("", count)
+                products = 0
+                for (i = first; i <= from[b]; i++) {
+                    count[kind[i]]++
+                    products += kind[i] == "HMMA" ? 1 : kind[i] == "HGMMA" ? columns[i] / 8 : 0
+                }
+                bad = (count["divide"] ? " INTEGER DIVISION" : "") (count["local"] ? " LOCAL MEMORY" : "")
+                printf "%s %s %-44s %4d instructions for %3d mma: %4.1f each; ",
+                    bad ? "FAIL" : "ok  ", arch, name, from[b] - first + 1, products,
+                    (from[b] - first + 1) / products
+                if (count["HGMMA"]) printf "by %2d wgmma, ", count["HGMMA"]
+                printf "ldmatrix %2d, exponentials %2d, branches %d%s\n", count["LDSM"], count["exp"], count["BRA"], bad
+            }
+        }
+        function mma(first, last,   i, n) { for (i = first; i <= last; i++) n += kind[i] ~ /^HG?MMA$/; return n }
+        /Function : / {
+            report()
+            name = $0; sub(/.*Function : (void )?/, "", name)
+            gsub(/\(Branch\)|\(int\)|\(bool\)/, "", name); sub(/\(.*/, "", name)
+            sub(/<0, /, "<CMP, ", name); sub(/<1, /, "<SLC, ", name); sub(/<2, /, "<WIN, ", name)
+            lines = branches = 0; split("", place); split("", kind)
+        }
+        match($0, /\/\*[0-9a-f]+\*\/ +[@A-Z]/) {
+            at = $1; gsub(/[\/*]/, "", at); sub(/^0+/, "", at)
+            line = $0; sub(/^[^@A-Z]*/, "", line); sub(/ *;.*/, "", line); sub(/^@!?U?P[T0-9]+ /, "", line)
+            place[at] = ++lines; op = line; sub(/[ .].*/, "", op)
+            if (match(line, /^HGMMA\.64x[0-9]+/)) columns[lines] = substr(line, 10, RLENGTH - 9)
+            kind[lines] = line ~ /^I2F.*RP/ ? "divide" : line ~ /^MUFU.EX2/ ? "exp" : op ~ /^(LDL|STL)$/ ? "local" : op
+            if (op == "BRA" && match(line, /0x[0-9a-f]+/)) {
+                to = substr(line, RSTART + 2, RLENGTH - 2); sub(/^0+/, "", to)
+                if (to in place && to != at) { target[++branches] = to; from[branches] = lines }
+            }
+        }
+        END { report() }' | sort -u
+}
+
 archs=${ARCHS:-$(awk '$1 == "ARCH" { print $2 }' "$log.rows")}
 failed=0 passed=0
 for arch in $archs; do
@@ -94,6 +157,11 @@ for arch in $archs; do
         $1 == "ROW" && ($2 ~ /a$/ ? "sm_" $2 == arch : $2 <= substr(arch, 4) + 0) {
             printf "%s %s %s: %d of %d kernels %s\n", count[$4] == $5 ? "ok  " : "FAIL", arch, $3, count[$4], $5, $4
         }' "$log.kernels" "$log.rows" | cat "$log.kernels" "$log.wgmma" "$log.waits" - >"$log.table"
+    case $arch in sm_80 | sm_90a)
+        if ! command -v "$cuobjdump" >/dev/null; then echo "skipped: loops of $arch, as $cuobjdump is not there"
+        elif count_loops >"$log.loops" && [ -s "$log.loops" ]; then cat "$log.loops"
+        else echo "FAIL $arch: no loop with mma: does $cuobjdump print another form of machine code?"; fi ;;
+    esac >>"$log.table"
     cat "$log.table"
     passed=$((passed + $(grep -c '^ok' "$log.table"))) failed=$((failed + $(grep -c '^FAIL' "$log.table")))
 done

@@ -66,6 +66,8 @@ inline Words joined(Words words, const Words& more) {
     return words;
 }
 
+// The tests' own, without what their launcher said. How threads wait is set in it (set_omp_wait), so that the program
+// need not start itself again, which takes as long as all else before its first line; run_without_environment lets it.
 inline std::vector<std::string> child_environment(const Start& start) {
     // Open MPI refuses root and more ranks than cores unless told; MPICH does not look at these.
     static const Words open_mpi = {"OMPI_ALLOW_RUN_AS_ROOT=1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1",
@@ -76,8 +78,7 @@ inline std::vector<std::string> child_environment(const Start& start) {
     for (char** e = environ; *e && !start.only_this_environment; e++) {
         const std::string variable = *e, name = variable.substr(0, variable.find('=') + 1);
         bool launcher = name == "RANK=" || name == "WORLD_SIZE=";
-        for (const char* beginning : {"PMI_", "PMIX_", "OMPI_", "LOCAL_", "MASTER_", "SLURM_", "TORCHELASTIC_",
-                                      "OMP_WAIT_", "GOMP_"})  // the last two: the tests' own, see set_omp_wait
+        for (const char* beginning : {"PMI_", "PMIX_", "OMPI_", "LOCAL_", "MASTER_", "SLURM_", "TORCHELASTIC_"})
             launcher = launcher || name.compare(0, std::strlen(beginning), beginning) == 0;
         const bool replaced = std::any_of(start.environment.begin(), start.environment.end(),
                                           [&](const std::string& s) { return s.compare(0, name.size(), name) == 0; });

@@ -117,11 +117,11 @@ class StopTrial {
 
 }  // namespace program
 
-TEST_LONG(stop_signals_at_any_time_one_thread) { program::StopTrial({}, 1, 1).run(40, 4); }
-TEST_LONG(stop_signals_at_any_time_two_threads) { program::StopTrial({}, 2, 1).run(40, 3); }
+TEST_LONG(stop_signals_at_any_time_one_thread) { program::StopTrial({}, 1, 1).run(12, 4); }
+TEST_LONG(stop_signals_at_any_time_two_threads) { program::StopTrial({}, 2, 1).run(12, 3); }
 TEST_LONG(stop_signals_at_any_time_two_ranks) {
     const std::string mpirun = find_mpirun("stop signals to mpirun");
-    if (!mpirun.empty()) program::StopTrial({mpirun, "-np", "2"}, 1, 2).run(40, 3);
+    if (!mpirun.empty()) program::StopTrial({mpirun, "-np", "2"}, 1, 2).run(12, 3);
 }
 
 // A signal during validation is not kept waiting: what was learnt is saved, and the resume does the rest.
