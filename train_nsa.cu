@@ -751,6 +751,7 @@ std::vector<EvalSums> evaluate(
     Progress progress("evaluation", double(samples), world.rank == 0);
     for (int64_t first = 0; first < samples; first += int64_t(B) * world.size) {
         progress.done = double(first);
+        model.note_phase("data");
         read_samples(loader, world, inputs, targets, B, answer.data());
         forward(model, a, inputs.data(), 0, T);
         model.dev.upload(a.targets, targets.data(), targets.size());

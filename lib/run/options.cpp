@@ -403,9 +403,6 @@ void validate_run(const TrainConfig& c, int ranks) {
         fail_usage(
             "--dump-state needs one rank and no accumulation: --total-batch %lld must be --batch %lld x --seq-len %lld",
             (long long)c.total_batch, (long long)c.batch, (long long)c.seq_len);
-    if (c.stall_timeout > 0 && c.stall_timeout < 1)
-        fail_usage("--stall-timeout %g: ranks are listened to five times a second; give at least 1, or 0 for none",
-                   c.stall_timeout);
     if (c.data != "synthetic") require_no_bytes(c);
 }
 

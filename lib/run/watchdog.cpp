@@ -27,7 +27,7 @@ void Watchdog::judge(double idle) {
     const double own_limit = p && !std::strcmp(p, "checkpoint") ? 10 * limit : limit;
     if ((!p && !waiting) || idle <= own_limit + (waiting ? patience_with_others : 0)) return;
     const long long at = step;
-    std::string where = at < 0 ? "before the first step" : format_text("at step %lld in '%s'", at, p);
+    std::string where = !p ? "at the start" : (at < 0 ? "" : format_text("at step %lld ", at)) + "in '" + p + "'";
     where += format_text(" (--stall-timeout %g)", limit);
     if (!waiting)
         print_and_end(format_text("%s has made no progress for %.1f s %s", name.c_str(), idle, where.c_str()), true);
@@ -62,6 +62,9 @@ void Watchdog::watch() {
 }
 
 void Watchdog::start(double seconds, int number_of_ranks) {
+    if (seconds > 0 && seconds < 1)
+        fail_usage("--stall-timeout %g: ranks are listened to five times a second; give at least 1, or 0 for none",
+                   seconds);
     limit = seconds;
     ranks = number_of_ranks;
     if (limit <= 0 && ranks == 1) return;

@@ -65,7 +65,7 @@ class Watchdog {
     void write_heartbeats(const std::string& file, int rank);
 
     // The main thread has got this far; costs a few nanoseconds. at_phase: a string that lives as long as the program;
-    // "waiting for the other ..." says that this rank waits for others.
+    // "waiting for the other ..." says that this rank waits for others. nullptr: from here on nothing is a stall.
     void note_phase(int64_t at_step, const char* at_phase);
     void tick() { ticks++; }
     void step_done(int64_t at_step, double seconds, double loss);

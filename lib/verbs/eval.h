@@ -12,6 +12,7 @@
 #include "trained_model.h"
 
 inline void run_eval(Config c, World& world) {
+    world.watchdog.start(c.stall_timeout, world.size);
     const TrainedModel trained = open_trained_model(c);
     if (!c.is_given("batch")) c.batch = 1;
     const std::unique_ptr<Tokenizer> tokenizer =
@@ -22,6 +23,11 @@ inline void run_eval(Config c, World& world) {
     c.batch = std::min(c.batch, std::max<int64_t>(1, (samples + world.size - 1) / world.size));
     with_trained_model(c, *trained.weights, world, [&](auto& model) {
         auto& dev = model.dev;
+        model.watchdog = &world.watchdog;
+        model.step = -1;  // of no step
+        // No rank is further than a micro-batch ahead, so that one that stands still is found out.
+        const auto wait_for_others = [&] { return world.barrier(), false; };
+        const auto stop_watching = [&] { model.note_phase(nullptr); };  // whoever reads the terminal may take long
         using EvalActivations = Activations<std::decay_t<decltype(dev)>>;
         dev.check_shape(shape_of(c, c.batch, c.seq_len));
         require_memory_for(
@@ -33,12 +39,14 @@ inline void run_eval(Config c, World& world) {
         for (const auto& set : data.sets) {
             EvalActivations a(dev, c, c.batch, c.seq_len, INFERENCE);
             const int64_t wanted = std::min(samples, set.samples());
-            const EvalResult r(evaluate(model, a, *set.loader, wanted, world, tokenizer.get()));
+            const EvalResult r(evaluate(model, a, *set.loader, wanted, world, tokenizer.get(), wait_for_others));
+            stop_watching();
             if (world.rank == 0) print_evaluation(trained.folder, set.name, r, c, set.samples());
             json += evaluation_json(trained.folder, set.name.empty() ? c.val_data : set.name, r, c.seq_len);
         }
         if (!data.choices.items.empty()) {
-            const ChoiceResult r = data.choices.result(evaluate_choices(model, data.choices, world));
+            const ChoiceResult r = data.choices.result(evaluate_choices(model, data.choices, world, wait_for_others));
+            stop_watching();
             if (world.rank == 0) print_choices(trained.folder, data.choices, r);
             json += choice_items_text(data.choices, r);
         }

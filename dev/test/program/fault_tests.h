@@ -65,6 +65,30 @@ TEST_LONG(ranks_that_die_or_stall_end_the_run) {
     }
 }
 
+// The same of eval, whose ranks keep no heartbeats: each has a copy of the run, by which its process is found.
+PROGRAM_TEST(a_rank_of_eval_that_stops_ends_all) {
+    const std::string mpirun = find_mpirun("a rank of eval that stops");
+    if (mpirun.empty()) return;
+    const std::string copy = folder.file("copy"), data = folder.file("a.bin");
+    write_file(data, shard(random_tokens(2000000, 1, 64)));
+    REQUIRE_GOOD(train({{"out", out}, {"steps", "2"}}));
+    std::filesystem::copy(out, copy, std::filesystem::copy_options::recursive);
+    const auto rank_on = [&](const std::string& run) {
+        const Options options = {{"from", run}, {"val-data", data}, {"stall-timeout", "2"}};
+        return joined({"-np", "1", path(), "eval"}, words_of(options));
+    };
+    Running program(joined(joined(joined({mpirun}, rank_on(out)), {":"}), rank_on(copy)), folder);
+    pid_t victim = 0;
+    for (const double limit = seconds_now() + 30; !victim && seconds_now() < limit; usleep(10000))
+        error_of([&] { victim = program.process_of(newest_checkpoint(copy) + "/model.safetensors"); });
+    REQUIRE(victim > 0);
+    kill(victim, SIGSTOP);
+    const Result r = program.end(30);
+    kill(victim, SIGKILL);
+    CHECK(r.status != 0 && r.status != 1000);
+    CHECK(r.err.find("rank 0 on " + host_name() + ", CPU has waited") != std::string::npos);
+}
+
 // A disk that takes longer over an fsync than --stall-timeout ends no run: not by rank 0, which writes, nor by rank 1,
 // which waits for it.
 PROGRAM_TEST(a_slow_fsync_is_no_stall) {

@@ -565,16 +565,19 @@ struct Running {
             if (file_exists(out_file) && read_file(out_file).find(words) != std::string::npos) return true;
         return false;
     }
-    // The process of this rank, by the file it keeps open.
-    pid_t process_of(const std::string& heartbeat) const {
+    // The process of this rank, by the file it keeps open or mapped.
+    pid_t process_of(const std::string& file) const {
         for (const auto& entry : std::filesystem::directory_iterator("/proc")) {
             const std::string name = entry.path().filename();
             if (name.find_first_not_of("0123456789") != std::string::npos) continue;
             std::error_code error;
             for (const auto& fd : std::filesystem::directory_iterator(entry.path() / "fd", error))
-                if (std::filesystem::read_symlink(fd.path(), error) == heartbeat) return pid_t(std::stol(name));
+                if (std::filesystem::read_symlink(fd.path(), error) == file) return pid_t(std::stol(name));
+            std::ifstream mapped(entry.path() / "maps");
+            for (std::string line; std::getline(mapped, line);)
+                if (line.find(file) != std::string::npos) return pid_t(std::stol(name));
         }
-        fail("no process keeps %s open", heartbeat.c_str());
+        fail("no process keeps %s open", file.c_str());
     }
     Result end(double seconds) {
         Result result;

@@ -499,7 +499,7 @@ TEST(ddp_ranks_that_wait_for_each_other) {
         });
     CHECK(processes.wait(15) < 8);
     ranks::check_line(processes.ended[0], 1, {"has waited 3.", "at step 9 in 'evaluation'", "they do not do the same"});
-    ranks::check_line(processes.ended[1], 1, {"has waited 3.", "before the first step"});
+    ranks::check_line(processes.ended[1], 1, {"has waited 3.", "at the start"});
 }
 
 // Traffic that is slow but arrives, layers that take long but make progress, and a rank that waits for those; a
