@@ -272,6 +272,11 @@ struct Tokenizer {
 
     // By the values of the options --tokenizer and --vocab-dir.
     static Tokenizer open(const std::string& name, const std::string& vocab_dir) {
+        if (name == "bytes" && !vocab_dir.empty())
+            fail_usage(
+                "--vocab-dir %s: the tokenizer is bytes, which reads no vocabulary; leave it out (that of a BPE "
+                "is --tokenizer gpt2)",
+                vocab_dir.c_str());
         if (name == "bytes") return bytes();
         if (name != "gpt2") fail_usage("--tokenizer %s: expected gpt2 or bytes", name.c_str());
         if (vocab_dir.empty())

@@ -82,6 +82,8 @@ TEST(refusals_of_usage) {
         {"tokenize --out x", 2, {"--in"}},
         {"tokenize --in x.txt", 2, {"--out"}},
         {"tokenize --in @/a.txt --out @/t", 2, {"--vocab-dir"}},
+        {"tokenize --in @/a.txt --out @/t --tokenizer bytes --vocab-dir @/t", 2, {"--vocab-dir", "bytes"}},
+        {"small --vocab-dir=@/a.txt", 2, {"--vocab-dir", "bytes"}},
         {"tokenize --in @/a.png --out @/t --tokenizer bytes", 2, {"--in", "a.png"}},
         {"tokenize --in @/nofile --out @/t", 1, {"@/nofile"}},
         {"small --out= --data=@/none", 2, {"--out"}},

@@ -268,7 +268,7 @@ PROGRAM_TEST(names_on_stdout_hold_no_escapes) {
         {"vocabulary", "--in", text, "--size", "260", "--out", odd + "/v"},
         {"tokenize", "--in", text, "--tokenizer", "bytes", "--val-fraction", "0.1", "--out", shards},
         joined(small_words({{"data", data}, {"val-data", val}, {"out", out}, {"hellaswag", odd + "/h"}}), {}),
-        joined(small_words({{"data", data}, {"val-data", val}, {"out", out}, {"vocab-dir", odd + "/v"}}), {}),
+        joined(small_words({{"data", data}, {"val-data", val}, {"out", out}}), {}),
         {"--resume", out, "--steps=3", "--val-data", "x=" + val + ",y=" + val},
         {"--resume", out, "--steps=4", "--allow-new-data", "--data", val, "--val-data="},
         {"--init-from", out, "--out", odd + "/second", "--steps=0", "--data", data, "--val-data", val},
