@@ -264,11 +264,13 @@ void RunPrinter::print_end(Stop stop, const TrainState& state, const TrainConfig
             last_saved.empty() ? "" : " with --resume");
     warn_of_rise(state.losses);
     if (stop != GO_ON)  // such a run is to be resumed, and its exit status says so
-        return void(std::printf("stopped by %s after step %lld of %lld; the same command with --resume goes on\n",
+        return void(std::printf("stopped by %s after step %lld of %lld; %s\n",
                                 stop == HALTED        ? "the halt file"
                                 : stop == INTERRUPTED ? "SIGINT"
                                                       : "SIGTERM, SIGUSR1 or SIGHUP",
-                                (long long)state.step, (long long)steps));
+                                (long long)state.step, (long long)steps,
+                                last_saved.empty() ? "nothing is saved yet, so the same command begins again"
+                                                   : "the same command with --resume goes on"));
     if (state.bad_steps)
         fail(
             "the last %s not finite, so the weights are those of step %lld; lower --lr or look at the data: the "

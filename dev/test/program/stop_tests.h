@@ -140,7 +140,9 @@ PROGRAM_TEST(stop_signal_leaves_validation) {
             REQUIRE(run.reaches(when));
             usleep(500000);
             kill(run.process_of(out + "/heartbeat_rank0.jsonl"), SIGTERM);
-            CHECK_EQUAL(run.end(10).status, 75);
+            const Result r = run.end(10);
+            CHECK_EQUAL(r.status, 75);
+            CHECK_EQUAL(r.out.find("--resume goes on") != std::string::npos, !newest_checkpoint(out).empty());
         };
         stopped_in_validation({{"steps", "3"}, {"eval-batches", "1000000"}}, "out: ");
         CHECK(newest_checkpoint(out).empty());  // it was the validation before the first step
