@@ -50,15 +50,23 @@ if wanted NO_OMP && [ "$GPU" != hip ]; then
     fi
 fi
 
-# The compiler wrappers of MPICH and Open MPI both print what they would run. All of it is used: an MPI outside /usr
-# says by -Wl,-rpath where its library lies. Intel's puts paths in quotes, as for a shell.
+# The compiler wrappers of MPICH and Open MPI both print what they would run. All behind the compiler, which may be two
+# words (ccache g++), is used: an MPI outside /usr says by -Wl,-rpath where its library lies. Intel's puts paths in
+# quotes, as for a shell.
 if wanted NO_MPI && shown=$($MPICXX -show 2>/dev/null); then
-    words=() compile='' link=''
+    words=() compile='' link='' before=''
     while read -r word; do
+        [[ ${#words[@]} -gt 0 || $word == -* ]] || continue
         words+=("$word")
         case $word in *[!a-zA-Z0-9_./,:=+@%-]*) quoted=$(printf %q "$word") ;; *) quoted=$word ;; esac
-        case $word in -I* | -D*) compile="$compile $quoted" ;; -O* | -g) ;; *) link="$link $quoted" ;; esac
-    done < <(xargs -n 1 printf '%s\n' <<<"${shown#* }")
+        quoted=${quoted//$/\$\$} # for make
+        case $before$word in
+        -[ID]* | -isystem*) compile="$compile $quoted" ;;
+        -O* | -g) ;;
+        *) link="$link $quoted" ;;
+        esac
+        case $word in -[ID] | -isystem) before=$word ;; *) before='' ;; esac
+    done < <(xargs -n 1 printf '%s\n' <<<"$shown")
     if links mpi.h "${words[@]}"; then
         printf 'HAVE_MPI := yes\nMPI_FLAGS :=%s\nMPI_LIBS :=%s\n' "$compile" "$link"
     fi

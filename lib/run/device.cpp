@@ -63,7 +63,7 @@ static std::string why_no_device(const MachineConfig& c, const GpuSearch& gpus) 
 }
 
 void drop_unsupported_options(Config& c, int share, const GpuSearch& gpus) {
-    const auto give_up = [&](const char* name, const char* instead, const std::string& reason) {
+    const auto give_up = [&](const std::string& name, const char* instead, const std::string& reason) {
         const Option& o = option_named(name);
         if (value_text(c, o) != instead) overlay(c, o, instead, Source::MACHINE, reason);
     };
@@ -136,6 +136,16 @@ static Device find_device(const MachineConfig& c, int share, const GpuSearch& gp
     return d;
 }
 
+// mpirun, or its helper on this machine, makes each rank's first process lead a group: the program, or a script around
+// it.
+static pid_t find_launcher() {
+    std::string stat;
+    std::getline(std::ifstream(format_text("/proc/%d/stat", int(getpgrp()))), stat);
+    int parent = 0;
+    const bool known = std::sscanf(stat.c_str() + stat.rfind(')') + 1, " %*c %d", &parent) == 1;
+    return known ? parent : getppid();
+}
+
 // Open MPI's mpirun binds each of a few ranks to one core, and leaves the others of the machine idle. "" if it does
 // not.
 static std::string idle_processors(const World& world) {
@@ -146,7 +156,7 @@ static std::string idle_processors(const World& world) {
         words >> machine;
         for (int i; machine == world.machine && words >> i;) taken.insert(i);
     }
-    const std::vector<int> launchers = processors_allowed(getppid());
+    const std::vector<int> launchers = processors_allowed(find_launcher());
     const double usable = std::min(double(launchers.size()), std::ceil(cgroup_limits().processors));
     if (world.launcher != "mpirun" || double(taken.size()) >= usable) return "";
     return format_text(

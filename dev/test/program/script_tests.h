@@ -106,9 +106,9 @@ TEST(script_demo_empties_no_folder_of_others) {
     }
 }
 
-// A compiler wrapper that puts its paths in quotes, as Intel's does, is an MPI like any other.
-PROGRAM_TEST(script_config_reads_quoted_paths_of_an_mpi) {
-    write_script(folder.file("mpicxx"), "mpicxx -show | sed 's/ -\\([IL]\\)\\([^ ]*\\)/ -\\1\"\\2\"/g'\n");
+// A compiler wrapper that puts its paths in quotes, as Intel's does, is an MPI like any other; so is one that calls the
+// compiler by ccache, and what it says is for a shell, and goes through make.
+PROGRAM_TEST(script_config_reads_what_wrappers_of_mpi_show) {
     const auto config = [&](const std::string& wrapper) {
         Start start;
         start.environment = {"CXX=g++",   "CPPFLAGS=", "CXXFLAGS=",    "LDFLAGS=",         "GPU=cuda",
@@ -117,7 +117,14 @@ PROGRAM_TEST(script_config_reads_quoted_paths_of_an_mpi) {
     };
     const std::string plain = config("mpicxx");
     if (plain.find("HAVE_MPI") == std::string::npos) return skip("quoted paths of an MPI: no mpicxx");
-    CHECK_EQUAL(config(folder.file("mpicxx")), plain);
+    const auto shown_by = [&](const std::string& edit) {
+        write_script(folder.file("mpicxx"), "mpicxx -show | sed '" + edit + "'\n");
+        return config(folder.file("mpicxx"));
+    };
+    CHECK_EQUAL(shown_by("s/ -\\([IL]\\)\\([^ ]*\\)/ -\\1\"\\2\"/g"), plain);
+    CHECK_EQUAL(shown_by("s/^/ccache /"), plain);
+    CHECK(shown_by("s/ -I/ -isystem /g").find("MPI_FLAGS := -isystem /") != std::string::npos);
+    CHECK(shown_by("s|$| -Wl,-rpath,\\\\$ORIGIN/x|").find("\\$$ORIGIN/x\n") != std::string::npos);
 }
 
 // The scripts of the evidence, each once, on a text and a model that take a tenth of a second.

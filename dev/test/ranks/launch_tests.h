@@ -146,18 +146,18 @@ TEST(launch_says_who_started_it) {
     }
 }
 
-// Bound to one processor, as Open MPI does it by default, a run says what is left idle.
+// Bound to one processor, as Open MPI does it by default, a run says what is left idle; one in a script too.
 TEST(launch_bound_to_a_processor_says_so) {
     using namespace program;
     const std::string mpirun = find_mpirun("a rank bound to a processor");
     if (mpirun.empty() || usable_processors() < 2) return;
     TempFolder folder;
-    for (const bool bound : {true, false}) {
-        const Words words = joined(joined({mpirun, "-np", "1"}, bound ? Words{"/usr/bin/taskset", "-c", "0"} : Words{}),
-                                   joined({path()}, small_words({{"out", folder.file("run")}})));
-        const Result r = execute(words);
+    const Words bound = {"/usr/bin/taskset", "-c", "0"}, script = {"/bin/bash", "-c", "\"$0\" \"$@\" || exit"};
+    for (const Words& by : {Words{}, bound, joined(bound, script)}) {
+        const Words program = joined({path()}, small_words({{"out", folder.file("run")}}));
+        const Result r = execute(joined({mpirun, "-np", "1"}, joined(by, program)));
         CHECK_EQUAL(r.status, 0);
-        CHECK_EQUAL(r.out.find("--bind-to none") != std::string::npos, bound);
+        CHECK_EQUAL(r.out.find("--bind-to none") != std::string::npos, !by.empty());
     }
 }
 
