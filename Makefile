@@ -83,8 +83,10 @@ ifdef SAN
   SAN_FLAGS := $(addprefix -fsanitize=,$(subst $(comma),$(space),$(SAN))) -fno-sanitize-recover=all
   FLAGS += -g -fno-omit-frame-pointer -Wno-maybe-uninitialized $(SAN_FLAGS)
 endif
-# One program from a .cu file is $(COMPILE) and $(LINK) ... $(LIBS); HOST compiles C++ without CUDA.
+# One program from a .cu file is $(COMPILE) and $(LINK) ... $(LIBS); HOST compiles C++ without CUDA, COLD what waits
+# for disks, ranks and the engine, and is not worth what -O3 takes to compile.
 HOST := $(CXX) $(FLAGS) $(LEVEL) $(CPPFLAGS) $(CXXFLAGS)
+COLD := $(CXX) $(FLAGS) -O1 $(CPPFLAGS) $(CXXFLAGS)
 COMPILE := $(HOST) -x c++
 LINK := $(HOST) $(LDFLAGS)
 HOST_LINK := $(LINK)
@@ -119,6 +121,7 @@ $(BUILD)/train_nsa.o: train_nsa.cu lib/report/hf/*.py lib/report/html/inspect.ht
 	$(call quiet,$(COMPILER))$(COMPILE) -DCOMPILED_APART -DPROGRAM_VERSION=$(VERSION) $(DEPENDS) -c $< -o $@
 $(APART): $(BUILD)/%.o: lib/%.cpp $(BUILD)/command
 	$(call quiet,CXX )mkdir -p $(@D) && $(HOST) -DCOMPILED_APART $(DEPENDS) -c $< -o $@
+$(filter-out $(BUILD)/cpu/%,$(APART)): HOST := $(COLD)
 $(BUILD)/report/report.o: lib/report/html/report.html
 -include $(wildcard $(BUILD)/*.d $(BUILD)/*/*.d)
 
