@@ -43,7 +43,7 @@ using DeviceEngine = NoEngine;
 #include "lib/model/tensors.h"
 // defines: report_runs
 #include "lib/report/report.h"
-// defines: print_version
+// defines: this_build, mpi_name
 #include "lib/run/build_info.h"
 // defines: shape_of, complete_options, read_options_file
 #include "lib/run/config_files.h"
@@ -53,6 +53,8 @@ using DeviceEngine = NoEngine;
 #include "lib/run/evaluation.h"
 // defines: print_help
 #include "lib/run/help.h"
+// defines: Machine, print_version
+#include "lib/run/machine.h"
 // defines: print_memory, require_memory_for
 #include "lib/run/memory_needs.h"
 // defines: StepResult, RunPrinter
@@ -855,9 +857,18 @@ void generate(
 
 static GpuSearch search_gpus() { return DeviceEngine::search(); }
 
-// Calls use(engine, path) with the engine for this device, and with the path that gradients take between ranks.
+// Calls use(engine, machine) with the engine for this device.
 template <class Accelerator = DeviceEngine, class Use>
 void with_engine(const Device& device, World& world, Use use) {
+    const auto use_on = [&](auto& dev, const GradientPath& path) {
+        Machine machine = {world, device};
+        machine.build = this_build(device.engine);
+        machine.engine = dev.describe();
+        machine.peak_flops = dev.peak_flops();
+        machine.libraries = DeviceEngine::versions();
+        machine.path = path;
+        use(dev, machine);
+    };
     if constexpr (!std::is_same<Accelerator, NoEngine>::value)
         if (device.gpu) {
             world.compute_on(format_text("%s %d", device.engine.device.c_str(), device.gpu_number));
@@ -866,12 +877,12 @@ void with_engine(const Device& device, World& world, Use use) {
             const auto path = choose_path(world, device.engine, world.device + " (" + dev.name() + ")", dev.bus());
             if (world.device_sharers > 1) dev.divide_memory(world.device_sharers);
             world.barrier();  // now the others may allocate
-            return use(dev, path);
+            return use_on(dev, path);
         }
     world.compute_on("CPU");
     Cpu<float> dev;
     dev.gemm.bf16 = device.cpu_bf16;
-    use(dev, choose_path(world, device.engine, "", ""));
+    use_on(dev, choose_path(world, device.engine, "", ""));
 }
 
 #include "lib/verbs/check.h"
@@ -1145,15 +1156,14 @@ struct Run {
 
 // Does all that comes before the first step.
 template <class Dev>
-void begin_run(Run<Dev>& run, const Config& c, const Device& device, const GradientPath& path, bool memory_is_tight) {
+void begin_run(Run<Dev>& run, const Config& c, const Machine& machine, bool memory_is_tight) {
     const World& world = run.world;
     Model<Dev>& model = run.model;
-    const Versions libraries = library_versions(DeviceEngine::versions());
-    const RunStart start = open_run(c, world, device, path, model.table, model.partition, run.data, libraries);
+    const RunStart start = open_run(c, machine, model.table, model.partition, run.data);
     model.watchdog = &world.watchdog;
     model.note_phase("start");
     run.reducer = make_reducer(run.dev, world, model.partition, model.grads,
-                               {model.has_partial_sums(), c.grad_reduce == "bf16"}, path.by_nccl);
+                               {model.has_partial_sums(), c.grad_reduce == "bf16"}, machine.path.by_nccl);
     run.activations = std::make_unique<Activations<Dev>>(run.dev, c, c.batch, c.seq_len, TRAINING);
     if (run.is_first()) {
         print_memory(Model<Dev>::flat_bytes(c, world.size) / (1 << 20), run.activations->arena, memory_is_tight);
@@ -1165,7 +1175,7 @@ void begin_run(Run<Dev>& run, const Config& c, const Device& device, const Gradi
     else model.initialise();
     if (!run.is_first() || !c.dump_state.empty()) return;
     keep_vocabulary(run.tokenizer.get(), c.out);
-    begin_log(run.printer, c, device, model.table, start.checkpoint, run.state, world.size);
+    begin_log(run.printer, c, machine, model.table, start.checkpoint, run.state);
 }
 
 // Prints, on rank 0, what there is to say at the end of a run. Some ends are errors.
@@ -1182,8 +1192,8 @@ void print_end(Run<Dev>& run) {
 
 // Returns the program's exit status.
 template <class Dev>
-int train_run(Run<Dev>& run, const Config& c, const Device& device, const GradientPath& path, bool memory_is_tight) {
-    begin_run(run, c, device, path, memory_is_tight);
+int train_run(Run<Dev>& run, const Config& c, const Machine& machine, bool memory_is_tight) {
+    begin_run(run, c, machine, memory_is_tight);
     if (!c.dump_state.empty()) {
         dump_first_batch(c, run.model, *run.activations, *run.data.train);
         return 0;
@@ -1217,19 +1227,17 @@ static int run_train(Config& c, World& world) {
     world.watchdog.start(c.stall_timeout, world.size);
     const GpuSearch gpus = search_gpus();
     drop_unsupported_options(c, count_threads(world), gpus);
-    Device device = choose_device(c, world, gpus);
+    const Device device = choose_device(c, world, gpus);
     resolve_batch(c, world.size, device.gpu);
     validate_run(c, world.size);
     finish_when_asked(world.rank, world.size);
     int status = 0;
-    with_engine(device, world, [&](auto& dev, const GradientPath& path) {
+    with_engine(device, world, [&](auto& dev, const Machine& machine) {
         dev.check_shape(shape_of(c, c.batch, c.seq_len));
-        device.description = dev.describe();
-        device.peak_flops = dev.peak_flops();
         const bool tight = require_memory(dev, c, world, c.is_given("batch"));
         if (world.rank == 0) warn_of_doubtful_options(c);
         Run run(dev, c, world, std::move(tokenizer), manifest_json(c));
-        const auto train = [&] { return train_run(run, c, device, path, tight); };
+        const auto train = [&] { return train_run(run, c, machine, tight); };
         status = world.size > 1 ? catch_errors(&world, train) : train();
     });
     return status;
@@ -1245,7 +1253,7 @@ static int run_train(Config& c, World& world) {
     if (!c.config.empty() && !only_prints) read_options_file(c, world.rank == 0);
     int status = 0;
     if (c.help) print_help(verb);
-    else if (c.version) print_version(DeviceEngine::info(), mpi_name(), choose_pmi(mpi_name()));
+    else if (c.version) print_version(this_build(DeviceEngine::info()));
     else if (verb == TRAIN) status = run_train(c, world);
     else if (verb == TOKENIZE || verb == VOCABULARY) run_on_texts(c, verb);
     else if (verb == SAMPLE) run_sample(c, world);

@@ -1,5 +1,5 @@
 // system.h: what Linux and macOS know of a process and its machine under different names. Used by launch.h, memory.h,
-// errors.h, environment.h, heartbeat.h and run_printer.h. macOS: compiled and linked, never run.
+// errors.h, heartbeat.h, lib/run/machine.h and run_printer.h. macOS: compiled and linked, never run.
 #pragma once
 #include <cstdio>
 #include <filesystem>

@@ -1,16 +1,14 @@
-// build_info.h: what this program was built from and with. Used by lib/verbs/check.h and --version.
+// build_info.h: what this program was built from and with. Only train_nsa.cu includes it: the objects of lib/run are
+// not told the version.
 #pragma once
 #include <algorithm>
 #include <cstdio>
 #include <string>
 #include <vector>
 
-#include "../base/background.h"
 #include "../base/embed.h"
-#include "../base/files.h"
-#include "../base/gpu_search.h"
-#include "../base/processor.h"
 #include "../base/util.h"
+#include "machine.h"
 #ifdef USE_MPI
 #include <mpi.h>
 #endif
@@ -59,23 +57,13 @@ inline std::string mpi_name() {
 #endif
 }
 
-inline const char* tick(bool there) { return there ? "\u2713" : "\u2717"; }
-
-// --version: one line each. mpi: the MPI library's name, "" without one; pmi: what Slurm's srun has to offer it.
-inline void print_version(const EngineInfo& engine, const std::string& mpi, const std::string& pmi) {
-    std::printf("train_nsa %s\ncompiler: %s\n", version_text(), compiler_name().c_str());
-    std::string engines = "CPU";
-    if (!engine.format.empty()) engines += ", " + engine.name + " (" + engine.format + ")";
-    std::printf("engines: %s\n", engines.c_str());
-    if (!engine.attention_kernels.empty())
-        std::printf("attention kernels: %s\n", joined_words(engine.attention_kernels, ", ").c_str());
-    if (!mpi.empty()) std::printf("MPI: %s; under Slurm srun --mpi=%s\n", mpi.c_str(), pmi.c_str());
-}
-
-// Prints one more line of the verb `check`.
-__attribute__((format(printf, 2, 3))) inline void print_check(bool good, const char* format, ...) {
-    va_list args;
-    va_start(args, format);
-    std::printf("%s %s\n", tick(good), printable(format_list(format, args)).c_str());
-    va_end(args);
+// engine: the one for devices.
+inline Build this_build(const EngineInfo& engine) {
+    Build build;
+    build.version = version_text();
+    build.compiler = compiler_name();
+    build.flags = compiler_flags();
+    build.mpi = mpi_name();
+    build.engine = engine;
+    return build;
 }

@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "../base/gpu_search.h"
-#include "../base/machine.h"
+#include "../base/host.h"
 #include "../base/processor.h"
 #include "options.h"
 #include "../base/util.h"
@@ -30,10 +30,8 @@ struct Device {
     int threads = 1;
     std::string attention_kernel;  // of the engine for devices
     std::string reason;
-    std::string idle;         // what to say of processors that the launcher keeps from all ranks of this machine
-    EngineInfo engine;        // the one for devices, whether it is in use or not
-    std::string description;  // of the engine in use, once it is open
-    double peak_flops = 0;    // of its products; 0: unknown
+    std::string idle;   // what to say of processors that the launcher keeps from all ranks of this machine
+    EngineInfo engine;  // the one for devices, whether it is in use or not
 };
 
 // How many of its machine's processors a rank takes: its share, or all of those that the launcher has bound it to.

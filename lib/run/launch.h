@@ -7,7 +7,7 @@
 #include <cstring>
 #include <string>
 
-#include "../base/machine.h"
+#include "../base/host.h"
 
 struct Launch {
     std::string launcher = "one process";  // as a run's first line names it

@@ -1,11 +1,10 @@
 // run_printer.cpp: the functions of run_printer.h.
 #include "run_printer.h"
 
-// reducer: how gradients travel.
-static void print_run_ranks(const TrainConfig& c, const World& world, const std::string& reducer, const Partition& p) {
-    if (world.size == 1) return;
-    std::printf("ranks:  gradients travel %s, in %s, %s of %.1f MB, %s%s\n", reducer.c_str(), c.grad_reduce.c_str(),
-                counted(int64_t(p.buckets()), "bucket").c_str(), double(p.bucket) * 4e-6,
+static void print_run_ranks(const TrainConfig& c, const Machine& machine, const Partition& p) {
+    if (machine.world.size == 1) return;
+    std::printf("ranks:  gradients travel %s, in %s, %s of %.1f MB, %s%s\n", machine.path.text.c_str(),
+                c.grad_reduce.c_str(), counted(int64_t(p.buckets()), "bucket").c_str(), double(p.bucket) * 4e-6,
                 p.buckets() > 1 ? "each as soon as it is final" : "at the end of the backward pass",
                 c.zero ? "; optimiser state is shared out over the ranks" : "");
 }
@@ -34,14 +33,15 @@ static void print_run_batch(const TrainConfig& c, int ranks, bool on_gpu) {
                                                        : "which ranks and --batch do not divide");
 }
 
-void print_run(const TrainConfig& c, const World& world, const Device& device, const std::string& reducer,
-               const TensorList& table, const Partition& partition, const TrainingData& data,
-               const std::string& weights) {
-    std::printf("device: %s, because %s; %s (%s), %d on %s, %s each\n", device.description.c_str(),
-                device.reason.c_str(), counted(world.size, "rank").c_str(), world.launcher.c_str(), world.local_size,
-                world.host.c_str(), counted(device.threads, "CPU thread").c_str());
+void print_run(const TrainConfig& c, const Machine& machine, const TensorList& table, const Partition& partition,
+               const TrainingData& data, const std::string& weights) {
+    const World& world = machine.world;
+    const Device& device = machine.device;
+    std::printf("device: %s, because %s; %s (%s), %d on %s, %s each\n", machine.engine.c_str(), device.reason.c_str(),
+                counted(world.size, "rank").c_str(), world.launcher.c_str(), world.local_size, world.host.c_str(),
+                counted(device.threads, "CPU thread").c_str());
     if (!device.idle.empty()) std::printf("        %s\n", device.idle.c_str());
-    print_run_ranks(c, world, reducer, partition);
+    print_run_ranks(c, machine, partition);
     std::printf("model:  %s, %lld parameters (%s, width %lld, %s attention), %s\n", c.model.c_str(),
                 (long long)table.parameters, counted(c.layers, "layer").c_str(), (long long)c.dim, c.attention.c_str(),
                 printable(weights).c_str());
@@ -117,15 +117,16 @@ static Json begin_record(int64_t step) {
     return {{"step", step}, {"time", {unix_time(), "%.3f"}}, {"clock", {seconds_now(), "%.3f"}}};
 }
 
-void RunPrinter::log_start(const TrainState& state, const std::string& version, const std::string& device, int of_ranks,
-                           int64_t parameters, int64_t vocab_size, double flops, double peak) {
-    ranks = of_ranks;
+void RunPrinter::log_start(const TrainState& state, const Machine& machine, int64_t parameters, int64_t vocab_size,
+                           double flops) {
+    ranks = machine.world.size;
     tokens = state.tokens;
     flops_per_token = flops;
-    peak_flops = peak;
-    const Json start = {{"version", version},          {"device", device},         {"ranks", ranks},
-                        {"parameters", parameters},    {"vocab_size", vocab_size}, {"flops_per_token", {flops, "%.0f"}},
-                        {"peak_flops", {peak, "%.6g"}}};
+    peak_flops = machine.peak_flops;
+    const Json start = {
+        {"version", machine.build.version},  {"device", machine.engine}, {"ranks", ranks},
+        {"parameters", parameters},          {"vocab_size", vocab_size}, {"flops_per_token", {flops, "%.0f"}},
+        {"peak_flops", {peak_flops, "%.6g"}}};
     log->add_record(begin_record(state.step).add({{"tokens", tokens}, {"start", start}}));
 }
 

@@ -11,8 +11,8 @@
 
 #include "../model/partition.h"
 #include "../data/multiple_choice.h"
-#include "device.h"
 #include "evaluation.h"
+#include "machine.h"
 #include "options.h"
 #include "../base/progress.h"
 #include "run_folder.h"
@@ -35,9 +35,8 @@ inline double peak_memory_mib() { return peak_resident_bytes() / (1 << 20); }
 
 // Prints what a reader wants to know before the first step, one line each: device, ranks, model, data, batch. weights:
 // where they come from.
-void print_run(const TrainConfig& c, const World& world, const Device& device, const std::string& reducer,
-               const TensorList& table, const Partition& partition, const TrainingData& data,
-               const std::string& weights);
+void print_run(const TrainConfig& c, const Machine& machine, const TensorList& table, const Partition& partition,
+               const TrainingData& data, const std::string& weights);
 
 // Prints which kernels a GPU takes for the selected branch; at the end of a run, what became of that choice.
 void print_selected(const std::string& kernels);
@@ -97,8 +96,8 @@ struct RunPrinter {
         : steps(run_steps), total_batch(step_tokens), log_every(every), epoch_samples(samples_per_epoch) {}
 
     // Logs that the program was started on this run: at its first step, or at a resume.
-    void log_start(const TrainState& state, const std::string& version, const std::string& device, int of_ranks,
-                   int64_t parameters, int64_t vocab_size, double flops, double peak);
+    void log_start(const TrainState& state, const Machine& machine, int64_t parameters, int64_t vocab_size,
+                   double flops);
 
     void log_sample(int64_t step, const std::string& text);
 

@@ -3,12 +3,10 @@
 #include <memory>
 #include <string>
 
-#include "../base/machine.h"
+#include "../base/host.h"
 #include "../model/flops.h"
-#include "build_info.h"
 #include "config_files.h"
-#include "device.h"
-#include "environment.h"
+#include "machine.h"
 #include "run_folder.h"
 #include "run_printer.h"
 #include "saver.h"
@@ -47,9 +45,9 @@ inline void require_shared_folder(const World& world, const std::string& out) {
 
 // Looks at whatever a run can be refused for, prints its first lines, and only then writes into its folder. All ranks
 // call it.
-inline RunStart open_run(const Config& c, const World& world, const Device& device, const GradientPath& path,
-                         const TensorList& table, const Partition& partition, const TrainingData& data,
-                         const Versions& libraries) {
+inline RunStart open_run(const Config& c, const Machine& machine, const TensorList& table, const Partition& partition,
+                         const TrainingData& data) {
+    const World& world = machine.world;
     const bool writes = c.dump_state.empty(), says = world.rank == 0;
     if (world.size > 1)
         require_same(world, same_run_lines(c, binary_digest(), data.train->state().corpus, data.val_corpus()),
@@ -63,7 +61,7 @@ inline RunStart open_run(const Config& c, const World& world, const Device& devi
                                 : !c.init_from.empty() ? "weights of " + c.init_from
                                 : c.init == "random"   ? "every tensor random"
                                                        : c.init + " initialisation";
-    if (says) print_run(c, world, device, path.text, table, partition, data, weights);
+    if (says) print_run(c, machine, table, partition, data, weights);
     bool has_steps = true;
     if (resumes) {
         require_same_model(c, chosen, "resume");
@@ -79,7 +77,7 @@ inline RunStart open_run(const Config& c, const World& world, const Device& devi
     } else {
         start.weights = open_initial_weights(c, table.specs, says);
     }
-    const std::string record = environment_json(world, device.description, libraries, start.checkpoint.step);
+    const std::string record = start_json(machine, start.checkpoint.step);
     if (says && writes) prepare_run_folder(c.out, resumes, has_steps ? manifest_json(c) : "", record);
     world.barrier();
     if (writes) require_shared_folder(world, c.out);
@@ -96,11 +94,11 @@ inline void keep_vocabulary(const Tokenizer* tokenizer, const std::string& out) 
 }
 
 // On rank 0, when the folder is there and the weights are: opens the logs and writes the run's first lines into them.
-inline void begin_log(RunPrinter& printer, const Config& c, const Device& device, const TensorList& table,
-                      const Manifest& checkpoint, const TrainState& state, int ranks) {
+inline void begin_log(RunPrinter& printer, const Config& c, const Machine& machine, const TensorList& table,
+                      const Manifest& checkpoint, const TrainState& state) {
     printer.log = std::make_unique<RunLog>(c.out, !checkpoint.folder.empty(), state.step, c.tensorboard);
-    printer.log_start(state, version_text(), device.description, ranks, table.parameters, c.vocab_size,
-                      model_flops_per_token(table.specs, shape_of(c, 1, c.seq_len), c.layers), device.peak_flops);
+    printer.log_start(state, machine, table.parameters, c.vocab_size,
+                      model_flops_per_token(table.specs, shape_of(c, 1, c.seq_len), c.layers));
     print_resume(c, checkpoint);
     std::fflush(stdout);
 }

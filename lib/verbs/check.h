@@ -11,11 +11,19 @@
 #include "../data/token_source.h"
 #include "../model/flops.h"
 #include "../model/gradient_check.h"
-#include "../run/build_info.h"
 #include "../run/config_files.h"
-#include "../run/device.h"
+#include "../run/machine.h"
 #include "../run/memory_needs.h"
 #include "../run/options.h"
+
+inline const char* tick(bool there) { return there ? "\u2713" : "\u2717"; }
+
+__attribute__((format(printf, 2, 3))) inline void print_check(bool good, const char* format, ...) {
+    va_list args;
+    va_start(args, format);
+    std::printf("%s %s\n", tick(good), printable(format_list(format, args)).c_str());
+    va_end(args);
+}
 
 // The check of what lies in data/ and of the vocabulary. False, with a line, where something is damaged.
 inline bool check_data(const std::string& vocab_dir) {
@@ -128,16 +136,16 @@ void print_linear_layers(const std::string& preset, Dev& dev, std::FILE* out = s
             std::fprintf(out, "  %-12s %s\n", layer.name, text.c_str());
 }
 
-// A line for each part of the program and its machine, with a tick or a cross. in_use: what the engine in use says of
-// itself; libraries: those of the engine for devices.
-inline void print_build(const Device& d, const std::string& in_use, const Versions& libraries) {
-    const EngineInfo& engine = d.engine;
-    const std::string mpi = mpi_name();
-    print_check(true, "version      %s", version_text());
-    print_check(true, "compiler     %s, vectors of %d bytes", compiler_name().c_str(), VECTOR_BYTES);
+// A line for each part of the program and its machine, with a tick or a cross.
+inline void print_machine(const Machine& machine) {
+    const Device& d = machine.device;
+    const EngineInfo& engine = machine.build.engine;
+    const std::string& mpi = machine.build.mpi;
+    print_check(true, "version      %s", machine.build.version.c_str());
+    print_check(true, "compiler     %s, vectors of %d bytes", machine.build.compiler.c_str(), VECTOR_BYTES);
     print_check(true, "CPU engine   %d of %d usable processors", d.threads, usable_processors());
     print_check(d.gpu, "%-12s %s%s", (engine.name + " engine").c_str(),
-                d.gpu ? "" : "not used: ", d.gpu ? in_use.c_str() : d.reason.c_str());
+                d.gpu ? "" : "not used: ", d.gpu ? machine.engine.c_str() : d.reason.c_str());
     print_check(!mpi.empty(), "MPI          %s",
                 mpi.empty() ? "not in this build: one process only; make deps && make train_nsa" : mpi.c_str());
     if (engine.collective.empty() && !engine.format.empty())
@@ -146,15 +154,15 @@ inline void print_build(const Device& d, const std::string& in_use, const Versio
     if (!engine.attention_kernels.empty())
         std::printf("  attention    --attention-kernel auto, %s\n",
                     joined_words(engine.attention_kernels, ", ").c_str());
-    for (const auto& [name, version] : libraries) std::printf("  %-12s %s\n", name, version.c_str());
+    for (const auto& [name, version] : machine.libraries) std::printf("  %-12s %s\n", name, version.c_str());
     std::printf("  memory       %.0f MiB available\n", host_bytes_available() / (1 << 20));
 }
 
 inline int run_check(const Config& c, World& world) {
     const Device device = choose_device(c, world, search_gpus());
     bool data_are_good = false;
-    with_engine(device, world, [&](auto& dev, const GradientPath&) {
-        print_build(device, dev.describe(), DeviceEngine::versions());
+    with_engine(device, world, [&](auto& dev, const Machine& machine) {
+        print_machine(machine);
         data_are_good = check_data(c.vocab_dir);
         print_needs(c.model, dev);
         print_linear_layers(c.model, dev);

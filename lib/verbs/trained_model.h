@@ -31,7 +31,7 @@ inline TrainedModel open_trained_model(Config& c) {
 // Calls use(model) with a model of these options and weights.
 template <class Use>
 void with_trained_model(const Config& c, const SafeTensors& weights, World& world, Use use) {
-    with_engine(choose_device(c, world, search_gpus()), world, [&](auto& dev, const GradientPath&) {
+    with_engine(choose_device(c, world, search_gpus()), world, [&](auto& dev, const Machine&) {
         Model model(dev, c, false);
         read_parameters(model, weights);
         use(model);

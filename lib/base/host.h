@@ -1,4 +1,4 @@
-// machine.h: the machine as this process finds it: processors it may use, the host's name, a digest of the running
+// host.h: the machine as this process finds it: processors it may use, the host's name, a digest of the running
 // program, and how its threads wait.
 #pragma once
 #include <algorithm>

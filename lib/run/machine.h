@@ -1,5 +1,5 @@
-// environment.h: what a start of the program ran on: build, libraries, machine, ranks and command. run.json keeps one
-// record for each start and resume. Used by train_nsa.cu.
+// machine.h: what a start of the program runs on: its build, the ranks, the device and engine of this one. It is found
+// out once, by with_engine() in train_nsa.cu; --version, `check`, a run's first lines, log.jsonl and run.json say it.
 #pragma once
 #include <algorithm>
 #include <cstdlib>
@@ -14,7 +14,7 @@
 #include <sys/utsname.h>
 #include <unistd.h>
 
-#include "build_info.h"
+#include "device.h"
 #include "../base/files.h"
 #include "../base/json.h"
 #include "../base/system.h"
@@ -22,6 +22,35 @@
 #include "world.h"
 
 extern char** environ;
+
+struct Build {
+    std::string version, compiler, flags;
+    std::string mpi;    // the name and version of the MPI library; "": none
+    EngineInfo engine;  // the one for devices
+};
+
+struct Machine {
+    const World& world;
+    const Device& device;
+    Build build = {};
+    std::string engine = "";  // what the one in use says of itself
+    double peak_flops = 0;    // of its products; 0: unknown
+    Versions libraries = {};  // of the engine for devices
+    GradientPath path = {};
+};
+
+// --version: one line each.
+inline void print_version(const Build& build) {
+    const EngineInfo& engine = build.engine;
+    std::printf("train_nsa %s\ncompiler: %s\n", build.version.c_str(), build.compiler.c_str());
+    std::string engines = "CPU";
+    if (!engine.format.empty()) engines += ", " + engine.name + " (" + engine.format + ")";
+    std::printf("engines: %s\n", engines.c_str());
+    if (!engine.attention_kernels.empty())
+        std::printf("attention kernels: %s\n", joined_words(engine.attention_kernels, ", ").c_str());
+    if (!build.mpi.empty())
+        std::printf("MPI: %s; under Slurm srun --mpi=%s\n", build.mpi.c_str(), choose_pmi(build.mpi).c_str());
+}
 
 // The first line of a file of the system that holds `name`, from there on; "" if there is none.
 inline std::string system_line(const char* path, const std::string& name) {
@@ -53,16 +82,9 @@ inline Json variables() {
     return all;
 }
 
-// The versions of the libraries in this build. of_engine: those of the device engine's.
-inline Versions library_versions(const Versions& of_engine) {
-    Versions all = {{"MPI", mpi_name()}};
-    all.insert(all.end(), of_engine.begin(), of_engine.end());
-    return all;
-}
-
-// engine: what the one in use says of itself; step: from which the run goes on.
-inline std::string environment_json(const World& world, const std::string& engine, const Versions& libraries,
-                                    int64_t step) {
+// The record of this start, of which run.json keeps one for each start and resume. step: from which the run goes on.
+inline std::string start_json(const Machine& machine, int64_t step) {
+    const World& world = machine.world;
     const std::string driver = system_line("/proc/driver/nvidia/version", "NVIDIA");
     struct utsname system = {};
     uname(&system);
@@ -70,21 +92,22 @@ inline std::string environment_json(const World& world, const std::string& engin
     Json hosts(Json::Object), versions(Json::Object), command(Json::Array);
     for (const std::string& name : world.hosts)
         if (!hosts.find(name)) hosts.add(name, std::count(world.hosts.begin(), world.hosts.end(), name));
-    for (const auto& [name, version] : libraries)
+    if (!machine.build.mpi.empty()) versions.add("MPI", machine.build.mpi);
+    for (const auto& [name, version] : machine.libraries)
         if (!version.empty()) versions.add(name, version);
     for (const std::string& word : command_words()) command.items.emplace_back(word, true);  // paths may have any bytes
     // git describe and whether the tree had changes, of a version like 0.2.0-1234567-dirty.
-    const std::string version = version_text(), clean = version.substr(0, version.rfind("-dirty"));
+    const std::string &version = machine.build.version, clean = version.substr(0, version.rfind("-dirty"));
     const size_t dash = clean.find('-');
     return Json{{"time", utc_text("%Y-%m-%dT%H:%M:%SZ", unix_time())},
                 {"step", step},
                 {"version", version},
                 {"git", dash == std::string::npos ? Json() : Json(clean.substr(dash + 1))},
                 {"dirty", clean != version},
-                {"compiler", compiler_name()},
-                {"flags", compiler_flags()},
+                {"compiler", machine.build.compiler},
+                {"flags", machine.build.flags},
                 {"libraries", versions},
-                {"engine", engine},
+                {"engine", machine.engine},
                 {"processor", processor_name()},
                 {"driver", driver.empty() ? Json() : Json(driver)},
                 {"system", std::string(system.sysname) + " " + system.release + " " + system.machine},
