@@ -149,7 +149,7 @@ class CrashTest {
         if (e.status != 0)
             fail("the run that nobody breaks ended with status %d: %s%s", e.status, e.out.c_str(), e.err.c_str());
         r.seconds = e.seconds;
-        r.manifest = verify_checkpoint(checkpoint_folder(r.folder + "/run", last_step));
+        r.manifest = open_checkpoint(checkpoint_folder(r.folder + "/run", last_step));
         r.log = lines_of(read_file(r.folder + "/run/main.log"), "s:");
         std::printf("reference with %d rank%s: %zu lines of main.log, %zu files in the last checkpoint, %.2f s\n",
                     ranks, ranks > 1 ? "s" : "", r.log.size(), r.manifest.files.size(), r.seconds);
@@ -247,7 +247,7 @@ class CrashTest {
             for (int i = 0; i < 3; i++) {
                 Ended e = go_on(folder, ranks, (0.3 + draw(1000) * 1e-3 * 0.6) * references[ranks].seconds);
                 if (e.status == 0 || checkpoint_steps(folder + "/run").empty()) continue;
-                const std::string newest = newest_intact_checkpoint(folder + "/run", [](const std::string&) {});
+                const std::string newest = newest_intact_checkpoint(folder + "/run", [](const std::string&) {}).folder;
                 if (newest.empty()) continue;  // it was killed before it had saved another
                 const std::string how = damage(newest);
                 events["rot: " + how.substr(0, how.find(' '))]++;
@@ -277,7 +277,7 @@ class CrashTest {
     struct Reference {
         std::string folder;
         double seconds = 0;
-        Manifest manifest;
+        Checkpoint manifest;
         std::vector<std::string> log;
         int64_t count[5] = {};  // writes, fsyncs, file fsyncs, renames, bytes
     };
@@ -406,7 +406,7 @@ class CrashTest {
         if (e.killed && e.status != 0) return e;
         const std::string run_folder = folder + "/run";
         if (e.status == 1 && !checkpoint_steps(run_folder).empty() &&
-            newest_intact_checkpoint(run_folder, [](const std::string&) {}).empty()) {
+            newest_intact_checkpoint(run_folder, [](const std::string&) {}).folder.empty()) {
             // Nothing intact is left: it may refuse, if it says why. Then do what a user would.
             demand(disk_lies || rotten, "no checkpoint is intact: %s", e.err.c_str());
             demand(e.err.find(" is damaged") != std::string::npos,
@@ -424,7 +424,7 @@ class CrashTest {
         const Reference& r = references[ranks];
         const std::string run_folder = folder + "/run", last = checkpoint_folder(run_folder, last_step),
                           wanted = checkpoint_folder(r.folder + "/run", last_step);
-        const Manifest m = verify_checkpoint(last);
+        const Checkpoint m = open_checkpoint(last);
         demand(m.files.size() == r.manifest.files.size(), "the last checkpoint has %zu files, expected %zu",
                m.files.size(), r.manifest.files.size());
         for (const FileRecord& file : r.manifest.files)

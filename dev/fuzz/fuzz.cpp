@@ -180,7 +180,7 @@ static void fuzz_one(const std::string& input) {
     std::string text = input.substr(1);
     if (input[0] != '\0') text += manifest_ending(text);
     folder.fill("manifest.json", text);
-    Manifest manifest;
+    Checkpoint manifest;
     {
         MemoryLimit limit(text.size(), 32 << 10, 400);
         if (!accepts([&] { manifest = read_manifest(folder.path); })) return;
@@ -190,8 +190,9 @@ static void fuzz_one(const std::string& input) {
         EXPECT(folder_of(folder.path + "/" + file.name) == folder.path);
         EXPECT(!accepts([&] { verify_file(folder.path, file); }));  // none of them exists
     }
-    EXPECT(accepts([&] { verify_checkpoint(folder.path); }) == manifest.files.empty());
-    const Manifest second = parse_manifest(manifest_text(manifest.step, manifest.files, manifest.state_text), "again");
+    EXPECT(accepts([&] { open_checkpoint(folder.path); }) == manifest.files.empty());
+    const Checkpoint second =
+        parse_manifest(manifest_text(manifest.step, manifest.files, manifest.state_text), "again");
     EXPECT(second.step == manifest.step && second.state_text == manifest.state_text &&
            second.files.size() == manifest.files.size());
     for (size_t i = 0; i < second.files.size(); i++)

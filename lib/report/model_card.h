@@ -16,16 +16,15 @@
 
 // What a checkpoint's manifest says of its training, an item a line; the data by the names of its files, not by their
 // folders. "" for weights alone, and for those that import wrote.
-static std::string describe_training(const std::string& checkpoint) {
-    if (!file_exists(checkpoint + "/manifest.json")) return "";
-    const Manifest manifest = read_manifest(checkpoint);
-    if (manifest.state.find("imported")) return "";
-    const TrainState state = read_state(manifest);
-    const Json& options = manifest.state.get("options", manifest.path);
+static std::string describe_training(const Checkpoint& checkpoint) {
+    const std::string& path = checkpoint.path;
+    if (path.empty() || checkpoint.state.find("imported")) return "";
+    const TrainState state = read_state(checkpoint);
+    const Json& options = checkpoint.state.get("options", path);
     std::string data, loss, begun;
-    for (const std::string& set : set_texts(options.string("data", manifest.path)))
+    for (const std::string& set : set_texts(options.string("data", path)))
         data += (data.empty() ? "`" : ", `") + printable(name_of(set)) + "`";
-    const std::string from = options.string("init_from", manifest.path);
+    const std::string from = options.string("init_from", path);
     const bool is_one = parse_step(name_of(from)) >= 0;  // of a run's checkpoints
     if (!from.empty())
         begun = "- began with the weights of `" + printable(name_of(is_one ? folder_of(from) : from)) + "`\n";
@@ -33,14 +32,14 @@ static std::string describe_training(const std::string& checkpoint) {
     if (!losses.empty())
         loss = format_text("; loss of the last %s %.4f nats a token", counted(int64_t(losses.size()), "step").c_str(),
                            std::accumulate(losses.begin(), losses.end(), 0.0) / double(losses.size()));
-    if (const Json* const validation = manifest.state.find("validation"))
-        loss += format_text("; validation loss %.4f", validation->number("loss", manifest.path));
+    if (const Json* const validation = checkpoint.state.find("validation"))
+        loss += format_text("; validation loss %.4f", validation->number("loss", path));
     return begun + format_text("- data: %s\n- training: %s, %llu tokens%s\n", data.c_str(),
                                counted(state.step, "step").c_str(), (unsigned long long)state.tokens, loss.c_str());
 }
 
-// c: the options of the model; checkpoint: its folder; folder: where the export goes, whose real name is the model's.
-inline std::string model_card(const Config& c, const std::string& checkpoint, const std::string& folder,
+// c: the options of the model; folder: where the export goes, whose real name is the model's.
+inline std::string model_card(const Config& c, const Checkpoint& checkpoint, const std::string& folder,
                               int64_t parameters) {
     const std::string name = std::filesystem::weakly_canonical(absolute_path(folder)).filename().string(),
                       attention = has_layers(c, NSA_LAYER) ? "Native Sparse Attention (arXiv 2502.11089)"

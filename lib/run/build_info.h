@@ -1,5 +1,5 @@
-// build_info.h: what this program was built from and with. Only train_nsa.cu includes it: the objects of lib/run are
-// not told the version.
+// build_info.h: what this program was built from and with. The objects of lib/run do not include it: the Makefile does
+// not tell them the version.
 #pragma once
 #include <algorithm>
 #include <cstdio>

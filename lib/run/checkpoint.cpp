@@ -48,7 +48,7 @@ std::string manifest_text(int64_t step, const std::vector<FileRecord>& files, co
     return text + manifest_ending(text);
 }
 
-Manifest parse_manifest(const std::string& text, const std::string& path) {
+Checkpoint parse_manifest(const std::string& text, const std::string& path) {
     const std::string before = text.substr(0, text.size() - std::min(text.size(), manifest_ending("").size())),
                       ending = manifest_ending(before);
     if (text != before + ending)
@@ -59,7 +59,7 @@ Manifest parse_manifest(const std::string& text, const std::string& path) {
     if (format != MANIFEST_FORMAT)
         fail("%s: format: found %lld, expected %lld: it was written by another version of the program", path.c_str(),
              (long long)format, (long long)MANIFEST_FORMAT);
-    Manifest manifest;
+    Checkpoint manifest;
     manifest.path = path;
     manifest.folder = folder_of(path);
     manifest.step = root.integer("step", path);
@@ -90,7 +90,7 @@ Manifest parse_manifest(const std::string& text, const std::string& path) {
     return manifest;
 }
 
-Manifest read_manifest(const std::string& folder) {
+Checkpoint read_manifest(const std::string& folder) {
     const std::string path = folder + "/manifest.json";
     if (is_gone(path)) fail("%s is missing", path.c_str());
     return parse_manifest(read_file(path), path);
@@ -157,32 +157,28 @@ void verify_file(const std::string& folder, const FileRecord& expected) {
     if (uint64_t(s.st_size) != expected.size)
         fail("%s has %llu bytes, the manifest says %llu", path.c_str(), (unsigned long long)s.st_size,
              (unsigned long long)expected.size);
-    const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-    if (fd < 0) fail("cannot open %s: %s", path.c_str(), std::strerror(errno));
-    const auto close_file = [](const int* open_fd) { ::close(*open_fd); };
-    const std::unique_ptr<const int, decltype(close_file)> closes(&fd, close_file);
+    const FileReader file(path);
     std::vector<char> piece(1 << 20);
-    uint64_t size = 0;
     uint32_t crc = 0;
-    while (size <= expected.size) {  // one read beyond the end, so that a file that grows is noticed
-        const ssize_t n = ::read(fd, piece.data(), piece.size());
-        if (n < 0 && errno == EINTR) continue;
-        if (n < 0) fail("cannot read %s: %s", path.c_str(), std::strerror(errno));
-        if (n == 0) break;
-        crc = crc32c(crc, piece.data(), size_t(n));
-        size += uint64_t(n);
+    for (uint64_t at = 0; at < expected.size; at += piece.size()) {
+        const size_t count = size_t(std::min<uint64_t>(piece.size(), expected.size - at));
+        file.read(piece.data(), count, at);
+        crc = crc32c(crc, piece.data(), count);
     }
-    if (size != expected.size)
-        fail("%s has %llu bytes, the manifest says %llu", path.c_str(), (unsigned long long)size,
-             (unsigned long long)expected.size);
     if (crc != expected.crc32c)
         fail("%s has checksum %08x, the manifest says %08x", path.c_str(), crc, expected.crc32c);
 }
 
 static bool is_model_file(const std::string& name) { return name == "model.safetensors" || name == "config.json"; }
 
-Manifest verify_checkpoint(const std::string& folder, Wanted wanted) {
-    Manifest manifest = read_manifest(folder);
+Checkpoint open_checkpoint(const std::string& folder, Wanted wanted) {
+    if (wanted == Wanted::MODEL && is_gone(folder + "/manifest.json") && file_exists(folder + "/model.safetensors")) {
+        complain(folder + " has no manifest.json, so nothing tells whether its files are whole");
+        Checkpoint model;
+        model.folder = folder;
+        return model;
+    }
+    Checkpoint manifest = read_manifest(folder);
     const int64_t named = parse_step(name_of(folder));
     if (named >= 0 && named != manifest.step)
         fail("%s: step: found %lld, the folder's name says %lld", manifest.path.c_str(), (long long)manifest.step,
@@ -193,20 +189,12 @@ Manifest verify_checkpoint(const std::string& folder, Wanted wanted) {
     return manifest;
 }
 
-void verify_model(const std::string& folder, const Complain& complain) {
-    if (!is_gone(folder + "/manifest.json") || !file_exists(folder + "/model.safetensors"))
-        return void(verify_checkpoint(folder, Wanted::MODEL));
-    complain(folder + " has no manifest.json, so nothing tells whether its files are whole");
-}
-
-std::string newest_intact_checkpoint(const std::string& run, const Complain& complain, Wanted wanted) {
+Checkpoint newest_intact_checkpoint(const std::string& run, const Complain& complain, Wanted wanted) {
     const std::vector<int64_t> steps = checkpoint_steps(run);
     for (size_t i = 0; i < steps.size(); i++) {
         const std::string folder = checkpoint_folder(run, steps[i]);
         try {
-            if (wanted == Wanted::MODEL) verify_model(folder, complain);
-            else verify_checkpoint(folder);
-            return folder;
+            return open_checkpoint(folder, wanted);
         } catch (const Error& e) {
             // A run that goes on has removed it meanwhile (--keep), so there is a newer one.
             if (is_gone(folder)) return newest_intact_checkpoint(run, complain, wanted);
@@ -215,15 +203,44 @@ std::string newest_intact_checkpoint(const std::string& run, const Complain& com
                                  i + 1 < steps.size() ? "taking the one before" : "there is none before it"));
         }
     }
-    return "";
+    return {};
+}
+
+Checkpoint newest_checkpoint(const std::string& run, Wanted wanted) {
+    std::vector<std::string> damages;
+    const Checkpoint newest = newest_intact_checkpoint(
+        run, [&](const std::string& text) { damages.push_back(text); }, wanted);
+    if (newest.folder.empty() && !damages.empty())  // the first complaint, without its "; taking the one before"
+        fail("no checkpoint under %s is intact; %s; %s", run.c_str(),
+             damages[0].substr(0, damages[0].rfind("; ")).c_str(),
+             wanted == Wanted::MODEL
+                 ? "give another run, or a folder with the model.safetensors and config.json of this one from a copy"
+                 : "without --resume the run starts anew and this folder is moved aside");
+    for (const std::string& text : damages) complain(text);
+    return newest;
+}
+
+bool is_checkpoint(const std::string& folder) {
+    return file_exists(folder + "/model.safetensors") || file_exists(folder + "/manifest.json");
+}
+
+Checkpoint find_checkpoint(const std::string& from, const char* option) {
+    if (file_exists(from) && !file_exists(from + "/."))
+        fail("%s %s is a file: give the folder of a run or of one checkpoint", option, from.c_str());
+    if (is_checkpoint(from)) return open_checkpoint(from, Wanted::MODEL);
+    const Checkpoint newest = newest_checkpoint(from, Wanted::MODEL);
+    if (newest.folder.empty())
+        fail("%s %s holds no checkpoint: no step_*/model.safetensors in it", option, from.c_str());
+    return newest;
 }
 
 int64_t best_step(const std::string& run, const Complain& complain) {
     int64_t best = -1;
     double least = std::numeric_limits<double>::infinity();
     std::string data;
-    for (const int64_t step : checkpoint_steps(run)) try {
-            const Manifest manifest = read_manifest(checkpoint_folder(run, step));
+    for (const int64_t step : checkpoint_steps(run)) {
+        try {
+            const Checkpoint manifest = read_manifest(checkpoint_folder(run, step));
             const Json* const validation = manifest.state.find("validation");
             if (!validation) continue;
             const std::string where = manifest.path + ": validation";
@@ -237,6 +254,7 @@ int64_t best_step(const std::string& run, const Complain& complain) {
         } catch (const Error& e) {
             complain(format_text("%s; its checkpoint is not looked at", e.what()));
         }
+    }
     return best;
 }
 
@@ -249,7 +267,7 @@ void remove_old_checkpoints(const std::string& run, int64_t keep, int64_t keep_e
             if (keep_every <= 0 || steps[i] % keep_every != 0) old.push_back(steps[i]);
         if (old.empty()) return;
         const int64_t best = best_step(run, [](const std::string&) {});  // a reader is told what is damaged
-        const std::string intact = newest_intact_checkpoint(run, complain);
+        const std::string intact = newest_intact_checkpoint(run, complain).folder;
         std::vector<std::string> removing;
         for (int64_t step : old) {
             const std::string folder = checkpoint_folder(run, step), name = name_of(folder) + ".removing";

@@ -4,7 +4,7 @@
 // A checkpoint is RUN/step_00001000/. It grows as RUN/step_00001000.writing/: every file is written and synced, then
 // manifest.json with each file's size and checksum, then the folder is synced, renamed, and RUN synced. So a folder
 // that has the final name was whole when it got it; whether it still is, after a torn disk or a stray hand,
-// verify_checkpoint() tells from the manifest. Several ranks write into the same .writing folder of a shared file
+// open_checkpoint() tells from the manifest. Several ranks write into the same .writing folder of a shared file
 // system and hand rank 0 the records of their files:
 //     rank 0:      begin_checkpoint(run, step)                          then a barrier
 //     every rank:  records.push_back(write_safetensors(checkpoint_writing(run, step) + "/...", ...))
@@ -47,22 +47,23 @@ std::vector<int64_t> checkpoint_steps(const std::string& run);
 
 constexpr int64_t MANIFEST_FORMAT = 1;
 
-struct Manifest {
+// A checkpoint that was opened: what its manifest says.
+struct Checkpoint {
     int64_t step = 0;
     std::vector<FileRecord> files;
     Json state;              // an object
     std::string state_text;  // the same as it was given
-    std::string folder;      // of the checkpoint; "": there is none
-    std::string path;        // of the manifest, for messages
+    std::string folder;      // "": there is no checkpoint
+    std::string path;        // of the manifest, for messages; "": a model without one
 };
 
 std::string manifest_ending(const std::string& before);
 
 std::string manifest_text(int64_t step, const std::vector<FileRecord>& files, const std::string& state_json);
 
-Manifest parse_manifest(const std::string& text, const std::string& path);
+Checkpoint parse_manifest(const std::string& text, const std::string& path);
 
-Manifest read_manifest(const std::string& folder);
+Checkpoint read_manifest(const std::string& folder);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Writing.
@@ -91,15 +92,19 @@ void verify_file(const std::string& folder, const FileRecord& expected);
 enum class Wanted { ALL, MODEL };
 
 // Reads the files of a checkpoint; returns when all are as the manifest says, else throws one line about the first that
-// is not.
-Manifest verify_checkpoint(const std::string& folder, Wanted wanted = Wanted::ALL);
+// is not. A model without a manifest is taken as it is, with a complaint.
+Checkpoint open_checkpoint(const std::string& folder, Wanted wanted = Wanted::ALL);
 
-// The same for a model, whose manifest may be gone: it is taken as it is, with a complaint.
-void verify_model(const std::string& folder, const Complain& complain);
+// The newest checkpoint that is as its manifest says; one complaint for each newer one, whose name and fault it tells.
+Checkpoint newest_intact_checkpoint(const std::string& run, const Complain& complain, Wanted wanted = Wanted::ALL);
 
-// The folder of the newest checkpoint that is as its manifest says; one complaint for each newer one, whose name and
-// fault it tells. "" if there is none.
-std::string newest_intact_checkpoint(const std::string& run, const Complain& complain, Wanted wanted = Wanted::ALL);
+// The same with warnings; an error if there are checkpoints and all of them are damaged.
+Checkpoint newest_checkpoint(const std::string& run, Wanted wanted = Wanted::ALL);
+
+bool is_checkpoint(const std::string& folder);
+
+// The checkpoint that an option names, for its model: the folder itself, or the newest one of a run's folder.
+Checkpoint find_checkpoint(const std::string& from, const char* option);
 
 // The step of the checkpoint whose weights had the lowest validation loss, the newest of equal ones; -1 where none was
 // validated. The manifest's state says it of its own checkpoint, so nothing has to be kept in step with the folder:

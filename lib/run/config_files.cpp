@@ -80,7 +80,7 @@ static std::string vocabulary_of_checkpoint(const std::string& folder) {
     if (!file_exists(folder + "/manifest.json")) return "";
     const std::string of_run = folder_of(folder) + "/" + VOCABULARY_OF_RUN;
     if (holds_vocabulary(of_run)) return of_run;
-    const Manifest manifest = read_manifest(folder);
+    const Checkpoint manifest = read_manifest(folder);
     return manifest.state.get("options", manifest.path).string("vocab_dir", manifest.path);
 }
 
@@ -125,7 +125,7 @@ void require_same_model(const ModelConfig& c, const std::string& checkpoint, con
 std::unique_ptr<SafeTensors> open_initial_weights(const TrainConfig& c, const std::vector<TensorSpec>& specs,
                                                   bool says) {
     if (c.init_from.empty()) return nullptr;
-    const std::string folder = find_checkpoint(c.init_from, "--init-from");
+    const std::string folder = find_checkpoint(c.init_from, "--init-from").folder;
     require_same_model(c, folder, "begin");
     auto weights = open_weights(folder, specs);
     if (says) std::printf("weights: those of %s; moments, data and schedule begin anew\n", printable(folder).c_str());
@@ -188,7 +188,7 @@ static std::string find_run_options(const std::string& folder, Json& options) {
             fail("%s; %s", e.what(), MEND_RUN_JSON);
         }
     for (const int64_t step : checkpoint_steps(folder)) try {
-            const Manifest manifest = read_manifest(checkpoint_folder(folder, step));
+            const Checkpoint manifest = read_manifest(checkpoint_folder(folder, step));
             options = manifest.state.get("options", manifest.path);
             return manifest.path;
         } catch (const Error&) {  // a damaged checkpoint is reported when the one to resume is chosen
@@ -304,7 +304,7 @@ static Config print_changed_options(const Config& c, const Json& then) {
     return before;
 }
 
-void print_resume(const Config& c, const Manifest& checkpoint) {
+void print_resume(const Config& c, const Checkpoint& checkpoint) {
     if (checkpoint.folder.empty()) {
         if (c.resume)
             std::printf("resume: nothing to resume under %s, this run starts at step 0\n", printable(c.out).c_str());
@@ -319,7 +319,7 @@ void print_resume(const Config& c, const Manifest& checkpoint) {
                     is, was);
 }
 
-std::string chosen_checkpoint(const Config& c) {
+Checkpoint chosen_checkpoint(const Config& c) {
     if (c.from.empty()) fail_usage("--from is missing: the folder of a run, such as runs/tiny");
     if (c.at_step == "last") return find_checkpoint(c.from, "--from");
     const bool best = c.at_step == "best", is_number = c.at_step.find_first_not_of("0123456789") == std::string::npos;
@@ -341,8 +341,7 @@ std::string chosen_checkpoint(const Config& c) {
     if (!file_exists(folder))
         fail("--step %s: %s has no checkpoint of this step, only of:%s", c.at_step.c_str(), c.from.c_str(),
              steps.c_str());
-    verify_model(folder, complain);
-    return folder;
+    return open_checkpoint(folder, Wanted::MODEL);
 }
 
 void read_trained_config(Config& c, const std::string& folder) {
@@ -355,14 +354,14 @@ void read_trained_config(Config& c, const std::string& folder) {
     if (c.vocab_dir.empty() && c.tokenizer == "gpt2") c.vocab_dir = vocabulary_of_checkpoint(folder);
 }
 
-TrainConfig trained_options(TrainConfig c, const std::string& checkpoint) {
-    if (!file_exists(checkpoint + "/manifest.json"))
+TrainConfig trained_options(TrainConfig c, const Checkpoint& checkpoint) {
+    const std::string& path = checkpoint.path;
+    if (path.empty())
         fail("%s/manifest.json is missing, which says what the run was validated on: give shards to --val-data",
-             checkpoint.c_str());
-    const Manifest manifest = read_manifest(checkpoint);
-    const Json& then = manifest.state.get("options", manifest.path);
-    c.seed = then.integer("seed", manifest.path);
-    c.eval_batches = then.integer("eval_batches", manifest.path);
-    c.total_batch = then.integer("total_batch", manifest.path);
+             checkpoint.folder.c_str());
+    const Json& then = checkpoint.state.get("options", path);
+    c.seed = then.integer("seed", path);
+    c.eval_batches = then.integer("eval_batches", path);
+    c.total_batch = then.integer("total_batch", path);
     return c;
 }

@@ -66,17 +66,17 @@ void complete_options(Config& c);
 void read_options_file(Config& c, bool prints);
 
 // What a resumed run says about itself.
-void print_resume(const Config& c, const Manifest& checkpoint);
+void print_resume(const Config& c, const Checkpoint& checkpoint);
 
 // --from and --step: the checkpoint they name.
-std::string chosen_checkpoint(const Config& c);
+Checkpoint chosen_checkpoint(const Config& c);
 
 // Puts the options of the trained model in a checkpoint over those given, which say where the vocabulary is, what to
 // sample and so on; but --seq-len and --branches stay, where they were given.
 void read_trained_config(Config& c, const std::string& folder);
 
 // The options that decided what the run of a checkpoint was validated on.
-TrainConfig trained_options(TrainConfig c, const std::string& checkpoint);
+TrainConfig trained_options(TrainConfig c, const Checkpoint& checkpoint);
 
 #ifndef COMPILED_APART  // see lib/cpu/kernels.cpp
 #include "config_files.cpp"

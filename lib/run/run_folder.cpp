@@ -148,30 +148,3 @@ void RunLog::drop_lines_after(const std::string& path, const char* before_step, 
             kept += line + "\n";
     replace_text_file(path, kept);
 }
-
-std::string newest_checkpoint(const std::string& run, Wanted wanted) {
-    std::vector<std::string> damages;
-    const std::string newest = newest_intact_checkpoint(
-        run, [&](const std::string& text) { damages.push_back(text); }, wanted);
-    if (newest.empty() && !damages.empty())  // the first complaint, without its "; taking the one before"
-        fail("no checkpoint under %s is intact; %s; %s", run.c_str(),
-             damages[0].substr(0, damages[0].rfind("; ")).c_str(),
-             wanted == Wanted::MODEL
-                 ? "give another run, or a folder with the model.safetensors and config.json of this one from a copy"
-                 : "without --resume the run starts anew and this folder is moved aside");
-    for (const std::string& text : damages) complain(text);
-    return newest;
-}
-
-bool is_checkpoint(const std::string& folder) {
-    return file_exists(folder + "/model.safetensors") || file_exists(folder + "/manifest.json");
-}
-
-std::string find_checkpoint(const std::string& from, const char* option) {
-    if (file_exists(from) && !file_exists(from + "/."))
-        fail("%s %s is a file: give the folder of a run or of one checkpoint", option, from.c_str());
-    if (is_checkpoint(from)) verify_model(from, complain);
-    const std::string folder = is_checkpoint(from) ? from : newest_checkpoint(from, Wanted::MODEL);
-    if (folder.empty()) fail("%s %s holds no checkpoint: no step_*/model.safetensors in it", option, from.c_str());
-    return folder;
-}

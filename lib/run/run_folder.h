@@ -1,5 +1,5 @@
-// run_folder.h: the folder of a run: which files in it are ours, whose turn it is to write there, its logs, and the
-// checkpoint that an option names. Used by the training loop and the verbs in train_nsa.cu.
+// run_folder.h: the folder of a run: which files in it are ours, whose turn it is to write there, and its logs. Used by
+// the training loop and the verbs in train_nsa.cu.
 #pragma once
 #include <cerrno>
 #include <cmath>
@@ -110,18 +110,6 @@ struct RunLog {
 
     static void drop_lines_after(const std::string& path, const char* before_step, int64_t last_step);
 };
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Its checkpoints.
-
-// The newest intact checkpoint in a run's folder, with a warning about each newer one that is damaged. "" if there are
-// no checkpoints; an error if all of them are damaged.
-std::string newest_checkpoint(const std::string& run, Wanted wanted = Wanted::ALL);
-
-bool is_checkpoint(const std::string& folder);
-
-// The checkpoint that an option names, for its model: the folder itself, or the newest one of a run's folder.
-std::string find_checkpoint(const std::string& from, const char* option);
 
 #ifndef COMPILED_APART  // see lib/cpu/kernels.cpp
 #include "run_folder.cpp"

@@ -77,15 +77,3 @@ void CheckpointSaver::commit(int64_t step, const std::vector<FileRecord>& record
     last_saved = checkpoint_folder(options.run, step);
     std::printf("saved %s\n", printable(last_saved).c_str());
 }
-
-std::string choose_checkpoint(const std::string& out, bool resume, bool dry, const World& world) {
-    std::string chosen, error;
-    try {
-        if (world.rank == 0 && !dry && file_exists(out)) lock_run_folder(out);
-        if (world.rank == 0 && resume) chosen = newest_checkpoint(out);
-    } catch (const Error& e) {
-        error = e.what();
-    }
-    fail_together(world, error);
-    return world.size > 1 ? world.gather(chosen)[0] : chosen;
-}

@@ -65,10 +65,6 @@ class CheckpointSaver {
     void commit(int64_t step, const std::vector<FileRecord>& records);
 };
 
-// The checkpoint under --out to resume; "" to begin anew. Rank 0 chooses, so that all ranks take the same one. dry: the
-// run writes no file.
-std::string choose_checkpoint(const std::string& out, bool resume, bool dry, const World& world);
-
 #ifndef COMPILED_APART  // see lib/cpu/kernels.cpp
 #include "saver.cpp"
 #endif

@@ -16,7 +16,7 @@
 
 // What a run begins with. Both are empty where it draws its weights.
 struct RunStart {
-    Manifest checkpoint;                   // the one to resume
+    Checkpoint checkpoint;                 // the one to resume
     std::unique_ptr<SafeTensors> weights;  // those of --init-from
 };
 
@@ -43,6 +43,19 @@ inline void require_shared_folder(const World& world, const std::string& out) {
     fail_together(world, error);
 }
 
+// The checkpoint under --out to resume; none to begin anew. Rank 0 chooses, so that all ranks take the same one. dry:
+// the run writes no file.
+inline Checkpoint choose_checkpoint(const std::string& out, bool resume, bool dry, const World& world) {
+    Checkpoint chosen;
+    const std::string error = error_of([&] {
+        if (world.rank == 0 && !dry && file_exists(out)) lock_run_folder(out);
+        if (world.rank == 0 && resume) chosen = newest_checkpoint(out);
+    });
+    fail_together(world, error);
+    const std::string folder = world.gather(chosen.folder)[0];
+    return world.rank == 0 || folder.empty() ? chosen : read_manifest(folder);
+}
+
 // Looks at whatever a run can be refused for, prints its first lines, and only then writes into its folder. All ranks
 // call it.
 inline RunStart open_run(const Config& c, const Machine& machine, const TensorList& table, const Partition& partition,
@@ -55,29 +68,28 @@ inline RunStart open_run(const Config& c, const Machine& machine, const TensorLi
                                 "hosts see: a resume takes its options from there"
                               : "start all ranks with the same program, options and data");
     RunStart start;
-    const std::string chosen = choose_checkpoint(c.out, c.resume, !writes, world);
-    const bool resumes = !chosen.empty();
-    const std::string weights = resumes                ? "weights of " + chosen
+    const Checkpoint& chosen = start.checkpoint = choose_checkpoint(c.out, c.resume, !writes, world);
+    const bool resumes = !chosen.folder.empty();
+    const std::string weights = resumes                ? "weights of " + chosen.folder
                                 : !c.init_from.empty() ? "weights of " + c.init_from
                                 : c.init == "random"   ? "every tensor random"
                                                        : c.init + " initialisation";
     if (says) print_run(c, machine, table, partition, data, weights);
     bool has_steps = true;
     if (resumes) {
-        require_same_model(c, chosen, "resume");
-        const Manifest& manifest = start.checkpoint = read_manifest(chosen);
-        const TrainState state = read_state(manifest);
+        require_same_model(c, chosen.folder, "resume");
+        const TrainState state = read_state(chosen);
         resume_data(*data.train, c, state, says);
         has_steps = state.step < c.steps;
-        const Json* const validated = manifest.state.find("validation");
+        const Json* const validated = chosen.state.find("validation");
         if (says && validated && !data.val.empty() &&
-            validated->string("data", manifest.path)
+            validated->string("data", chosen.path)
                 .compare(0, 16, format_text("%016llx", (unsigned long long)data.val[0].loader->state().corpus)))
             std::printf("resume: validation is on other data than the checkpoint's: losses cannot be compared\n");
     } else {
         start.weights = open_initial_weights(c, table.specs, says);
     }
-    const std::string record = start_json(machine, start.checkpoint.step);
+    const std::string record = start_json(machine, chosen.step);
     if (says && writes) prepare_run_folder(c.out, resumes, has_steps ? manifest_json(c) : "", record);
     world.barrier();
     if (writes) require_shared_folder(world, c.out);
@@ -95,7 +107,7 @@ inline void keep_vocabulary(const Tokenizer* tokenizer, const std::string& out) 
 
 // On rank 0, when the folder is there and the weights are: opens the logs and writes the run's first lines into them.
 inline void begin_log(RunPrinter& printer, const Config& c, const Machine& machine, const TensorList& table,
-                      const Manifest& checkpoint, const TrainState& state) {
+                      const Checkpoint& checkpoint, const TrainState& state) {
     printer.log = std::make_unique<RunLog>(c.out, !checkpoint.folder.empty(), state.step, c.tensorboard);
     printer.log_start(state, machine, table.parameters, c.vocab_size,
                       model_flops_per_token(table.specs, shape_of(c, 1, c.seq_len), c.layers));

@@ -19,25 +19,6 @@ std::unique_ptr<SafeTensors> open_weights(const std::string& checkpoint, const s
     return weights;
 }
 
-MomentPiece moment_piece(const TensorView& view, const std::vector<TensorSpec>& specs, const std::string& path) {
-    size_t first = 0, last = 0;
-    const size_t bracket = view.name.find('[');
-    int length = 0;
-    if (bracket == std::string::npos ||
-        std::sscanf(view.name.c_str() + bracket, "[%zu:%zu]%n", &first, &last, &length) != 2 ||
-        view.name.size() != bracket + size_t(length) || view.dtype != "F32")
-        fail("%s: tensor %s: expected F32 and a name like m.norm.weight[0:128]", path.c_str(),
-             json_quote(view.name).c_str());
-    const std::string prefix = view.name.substr(0, 2), name = bracket < 2 ? "" : view.name.substr(2, bracket - 2);
-    const auto t = std::find_if(specs.begin(), specs.end(), [&](const auto& spec) { return spec.name == name; });
-    if ((prefix != "m." && prefix != "v.") || t == specs.end() || (prefix == "v." && t->orthogonal))
-        fail("%s: tensor %s belongs to no tensor of this model", path.c_str(), json_quote(view.name).c_str());
-    if (first >= last || last > t->size || view.elements() != int64_t(last - first))
-        fail("%s: tensor %s has %lld elements, the whole one %zu", path.c_str(), view.name.c_str(),
-             (long long)view.elements(), t->size);
-    return {prefix[0], t->offset + first, last - first, static_cast<const float*>(view.data)};
-}
-
 // A bitmask becomes a byte per block.
 static std::vector<uint8_t> unpack_masks(const std::vector<uint32_t>& masks, size_t words, size_t blocks) {
     const size_t rows = masks.size() / words;

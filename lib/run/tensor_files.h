@@ -1,8 +1,5 @@
-// tensor_files.h: flat arrays as named tensors in files. Used by lib/verbs/model_files.h, which reads and writes them.
-//
-// A list of specs names the tensors of a flat array, see lib/model/tensors.h; a list of pieces says which elements of
-// it a rank owns, and where they are in its own arrays, see lib/model/partition.h. The moments m and v are written by
-// the ranks that own them, in pieces named m.<tensor>[<first>:<last>], so that any number of ranks can read them back.
+// tensor_files.h: flat arrays as named tensors in files; lib/verbs/model_files.h has those of a checkpoint. A list of
+// specs names the tensors of a flat array, see lib/model/tensors.h.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -37,17 +34,6 @@ void require_finite(const SafeTensors& file);
 // A checkpoint's weights. Every tensor's name and shape are checked, before memory is allocated for what a config.json
 // says.
 std::unique_ptr<SafeTensors> open_weights(const std::string& checkpoint, const std::vector<TensorSpec>& specs);
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Moments.
-
-struct MomentPiece {
-    char moment;          // 'm' or 'v'
-    size_t begin, count;  // in the flat array
-    const float* values;
-};
-
-MomentPiece moment_piece(const TensorView& view, const std::vector<TensorSpec>& specs, const std::string& path);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --dump-state: what another program needs to compare itself with this one.

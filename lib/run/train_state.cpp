@@ -30,7 +30,7 @@ static uint64_t read_loader_integer(const std::string& text, const std::string& 
     return value;
 }
 
-static void read_window(OutlierWindow& window, const Manifest& manifest, const char* name) {
+static void read_window(OutlierWindow& window, const Checkpoint& manifest, const char* name) {
     const std::string& path = manifest.path;
     for (const Json& value : manifest.state.array(name, path))
         window.values.push_back(value.number(path + ": " + name));
@@ -39,7 +39,7 @@ static void read_window(OutlierWindow& window, const Manifest& manifest, const c
              OutlierWindow::SIZE);
 }
 
-TrainState read_state(const Manifest& manifest) {
+TrainState read_state(const Checkpoint& manifest) {
     const std::string& path = manifest.path;
     if (manifest.state.find("imported"))
         fail("%s: import wrote weights alone, no state to resume: begin a run with them by --init-from", path.c_str());

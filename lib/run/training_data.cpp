@@ -103,7 +103,7 @@ static TokenSource text_source(const std::string& file, const Tokenizer& tokeniz
     return memory_source(file, std::move(tokens), {}, tokenizer.vocab_size());
 }
 
-EvaluationData open_evaluation_data(const Config& c, const std::string& checkpoint, const World& world,
+EvaluationData open_evaluation_data(const Config& c, const Checkpoint& checkpoint, const World& world,
                                     const Tokenizer* tokenizer) {
     if (c.val_data.empty() && c.hellaswag.empty() && c.text.empty())
         fail_usage(

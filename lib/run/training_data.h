@@ -77,7 +77,7 @@ struct EvaluationData {
 };
 
 // checkpoint: whose training says what "synthetic" is: the samples that the run itself was validated on.
-EvaluationData open_evaluation_data(const Config& c, const std::string& checkpoint, const World& world,
+EvaluationData open_evaluation_data(const Config& c, const Checkpoint& checkpoint, const World& world,
                                     const Tokenizer* tokenizer);
 
 // All ranks have their next B samples, or all fail with the first one's error.

@@ -14,10 +14,11 @@
 inline void run_eval(Config c, World& world) {
     world.watchdog.start(c.stall_timeout, world.size);
     const TrainedModel trained = open_trained_model(c);
+    const std::string& folder = trained.checkpoint.folder;
     if (!c.is_given("batch")) c.batch = 1;
     const std::unique_ptr<Tokenizer> tokenizer =
         Tokenizer::find(c.tokenizer, c.vocab_dir, c.vocab_size, c.vocab_digest);
-    const EvaluationData data = open_evaluation_data(c, trained.folder, world, tokenizer.get());
+    const EvaluationData data = open_evaluation_data(c, trained.checkpoint, world, tokenizer.get());
     const int64_t samples =
         c.is_given("eval-batches") ? std::min(data.samples(), c.eval_batches * c.batch) : data.samples();
     c.batch = std::min(c.batch, std::max<int64_t>(1, (samples + world.size - 1) / world.size));
@@ -41,13 +42,13 @@ inline void run_eval(Config c, World& world) {
             const int64_t wanted = std::min(samples, set.samples());
             const EvalResult r(evaluate(model, a, *set.loader, wanted, world, tokenizer.get(), wait_for_others));
             stop_watching();
-            if (world.rank == 0) print_evaluation(trained.folder, set.name, r, c, set.samples());
-            json += evaluation_json(trained.folder, set.name.empty() ? c.val_data : set.name, r, c.seq_len);
+            if (world.rank == 0) print_evaluation(folder, set.name, r, c, set.samples());
+            json += evaluation_json(folder, set.name.empty() ? c.val_data : set.name, r, c.seq_len);
         }
         if (!data.choices.items.empty()) {
             const ChoiceResult r = data.choices.result(evaluate_choices(model, data.choices, world, wait_for_others));
             stop_watching();
-            if (world.rank == 0) print_choices(trained.folder, data.choices, r);
+            if (world.rank == 0) print_choices(folder, data.choices, r);
             json += choice_items_text(data.choices, r);
         }
         if (world.rank == 0 && !c.json.empty()) write_output_file("json", c.json, json);

@@ -156,7 +156,7 @@ inline void export_checkpoint(Config c) {
     files.emplace_back("generation_config.json",
                        format_text("{\"bos_token_id\": %d, \"eos_token_id\": %d, \"pad_token_id\": %d}\n", end_of_text,
                                    end_of_text, end_of_text));
-    files.emplace_back("README.md", model_card(c, model.folder, to, table.parameters));
+    files.emplace_back("README.md", model_card(c, model.checkpoint, to, table.parameters));
     files.emplace_back("config.json", hf_config_json(c, end_of_text));  // the last: without it nobody takes the folder
     require_empty_folder(to, "export");
     make_folders(to);
@@ -168,8 +168,8 @@ inline void export_checkpoint(Config c) {
         for (const std::string& name : folder_entries(to)) remove_tree(to + "/" + name);
         throw;
     }
-    std::printf("export: %s, %lld parameters, to %s\n", printable(model.folder).c_str(), (long long)table.parameters,
-                printable(to).c_str());
+    std::printf("export: %s, %lld parameters, to %s\n", printable(model.checkpoint.folder).c_str(),
+                (long long)table.parameters, printable(to).c_str());
     std::printf("load it with: AutoModelForCausalLM.from_pretrained(%s, trust_remote_code=True)\n",
                 printable(json_quote(to, true)).c_str());
 }

@@ -194,7 +194,7 @@ class Inspection {
 
 inline void run_inspect(Config c, World& world) {
     const TrainedModel trained = open_trained_model(c);
-    Inspection inspection(c, trained.folder, *find_tokenizer(c));
+    Inspection inspection(c, trained.checkpoint.folder, *find_tokenizer(c));
     const int64_t T = int64_t(inspection.tokens.size());
     with_trained_model(c, *trained.weights, world, [&](auto& model) {  // one pass, as of a prompt
         Decoder decoder(model, T, T);

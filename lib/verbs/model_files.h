@@ -57,6 +57,33 @@ std::vector<TensorView> gather_tensors(const Model<Dev>& model, const World& wor
     return views;
 }
 
+// The moments m and v are written by the ranks that own them, in pieces named m.<tensor>[<first>:<last>], so that any
+// number of ranks can read them back. A list of pieces says which elements a rank owns, see lib/model/partition.h.
+struct MomentPiece {
+    char moment;          // 'm' or 'v'
+    size_t begin, count;  // in the flat array
+    const float* values;
+};
+
+inline MomentPiece moment_piece(const TensorView& view, const std::vector<TensorSpec>& specs, const std::string& path) {
+    size_t first = 0, last = 0;
+    const size_t bracket = view.name.find('[');
+    int length = 0;
+    if (bracket == std::string::npos ||
+        std::sscanf(view.name.c_str() + bracket, "[%zu:%zu]%n", &first, &last, &length) != 2 ||
+        view.name.size() != bracket + size_t(length) || view.dtype != "F32")
+        fail("%s: tensor %s: expected F32 and a name like m.norm.weight[0:128]", path.c_str(),
+             json_quote(view.name).c_str());
+    const std::string prefix = view.name.substr(0, 2), name = bracket < 2 ? "" : view.name.substr(2, bracket - 2);
+    const auto t = std::find_if(specs.begin(), specs.end(), [&](const auto& spec) { return spec.name == name; });
+    if ((prefix != "m." && prefix != "v.") || t == specs.end() || (prefix == "v." && t->orthogonal))
+        fail("%s: tensor %s belongs to no tensor of this model", path.c_str(), json_quote(view.name).c_str());
+    if (first >= last || last > t->size || view.elements() != int64_t(last - first))
+        fail("%s: tensor %s has %lld elements, the whole one %zu", path.c_str(), view.name.c_str(),
+             (long long)view.elements(), t->size);
+    return {prefix[0], t->offset + first, last - first, static_cast<const float*>(view.data)};
+}
+
 // The pieces of m or v that a rank writes. A matrix of Muon has no v.
 template <class Dev>
 void add_moments(std::vector<TensorView>& views, const Model<Dev>& model, char moment, const std::vector<Piece>& pieces,
@@ -110,7 +137,7 @@ void round_parameters(Model<Dev>& model, const SafeTensors& weights, int64_t las
 // Reads what a rank owns of m and v out of every rank's file, however many ranks wrote them. Fails unless all moments
 // are there.
 template <class Dev>
-void read_moments(Model<Dev>& model, const Manifest& manifest) {
+void read_moments(Model<Dev>& model, const Checkpoint& manifest) {
     const std::vector<TensorSpec>& specs = model.table.specs;
     size_t expected = 0, found = 0;
     for (const TensorSpec& t : specs) expected += (t.orthogonal ? 1 : 2) * t.size;
@@ -141,7 +168,7 @@ void read_parameters(Model<Dev>& model, const SafeTensors& file) {
 }
 
 template <class Dev>
-TrainState load_checkpoint(Model<Dev>& model, const Manifest& manifest) {
+TrainState load_checkpoint(Model<Dev>& model, const Checkpoint& manifest) {
     const TrainState state = read_state(manifest);
     const SafeTensors weights(manifest.folder + "/model.safetensors");
     read_parameters(model, weights);

@@ -2,12 +2,13 @@
 #pragma once
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "../run/config_files.h"
 #include "model_files.h"
 
 struct TrainedModel {
-    std::string folder;
+    Checkpoint checkpoint;
     std::unique_ptr<SafeTensors> weights;
 };
 
@@ -16,10 +17,11 @@ struct TrainedModel {
 inline TrainedModel open_trained_model(Config& c) {
     while (true) {
         Config trained = c;
-        const std::string folder = chosen_checkpoint(c);
+        Checkpoint checkpoint = chosen_checkpoint(c);
+        const std::string folder = checkpoint.folder;
         try {
             read_trained_config(trained, folder);
-            TrainedModel model = {folder, open_weights(folder, TensorTable(trained).specs)};
+            TrainedModel model = {std::move(checkpoint), open_weights(folder, TensorTable(trained).specs)};
             c = trained;
             return model;
         } catch (const Error&) {

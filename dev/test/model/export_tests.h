@@ -361,7 +361,7 @@ PROGRAM_TEST(checkpoints_removed_while_they_are_read_are_no_damage) {
             const std::string from = checkpoint_folder(out, step - 1), to = checkpoint_folder(out, step);
             copy_folder(from, to + ".writing");
             replace_in_file(to + ".writing/config.json", "{", "{ ");
-            const Manifest before = read_manifest(from);
+            const Checkpoint before = read_manifest(from);
             std::vector<FileRecord> files = before.files;
             for (FileRecord& file : files)
                 if (file.name == "config.json") {

@@ -66,7 +66,7 @@ inline std::string sealed(const std::string& before) { return before + manifest_
 
 inline bool is_intact(const std::string& folder) {
     try {
-        verify_checkpoint(folder);
+        open_checkpoint(folder);
         return true;
     } catch (const Error&) {
         return false;
@@ -152,7 +152,7 @@ TEST(checkpoint_round_trip) {
     CHECK_EQUAL(path, run + "/step_00001000");
     CHECK_EQUAL(joined(names_in(run)), "step_00001000");
     CHECK_EQUAL(joined(names_in(path)), "config.json empty manifest.json model.safetensors");
-    const Manifest m = verify_checkpoint(path);
+    const Checkpoint m = open_checkpoint(path);
     CHECK_EQUAL(m.step, 1000);
     CHECK_EQUAL(m.state_text, STATE);
     CHECK_EQUAL(m.state.string("text", "state"), "\xC3\xA9 \"x\"");
@@ -162,11 +162,11 @@ TEST(checkpoint_round_trip) {
     CHECK_EQUAL(m.files[0].size, 0ull);
     CHECK_EQUAL(m.files[1].size, 1000ull);
     CHECK_EQUAL(m.files[2].crc32c, crc32c(0, "{ }", 3));
-    CHECK_EQUAL(newest_intact_checkpoint(run, no_complaint()), path);
-    CHECK_EQUAL(newest_intact_checkpoint(folder.file("nowhere"), no_complaint()), "");
+    CHECK_EQUAL(newest_intact_checkpoint(run, no_complaint()).folder, path);
+    CHECK_EQUAL(newest_intact_checkpoint(folder.file("nowhere"), no_complaint()).folder, "");
     const std::string long_run = make_checkpoint(run, 123456789012);  // more digits than the name's eight
     CHECK_EQUAL(long_run, run + "/step_123456789012");
-    CHECK_EQUAL(newest_intact_checkpoint(run, no_complaint()), long_run);
+    CHECK_EQUAL(newest_intact_checkpoint(run, no_complaint()).folder, long_run);
 }
 
 // Whatever a resumed run goes on with.
@@ -185,7 +185,7 @@ TEST(manifest_notices_every_damaged_byte) {
     using namespace checkpoint_test;
     const std::string good =
         manifest_text(7, {{"model.safetensors", 123456789012ull, 0xE3069283u}, {"config.json", 5, 0}}, STATE);
-    const Manifest m = parse_manifest(good, "m");
+    const Checkpoint m = parse_manifest(good, "m");
     CHECK_EQUAL(m.step, 7);
     CHECK_EQUAL(m.files[0].size, 123456789012ull);
     CHECK_EQUAL(m.files[0].crc32c, 0xE3069283u);
@@ -255,38 +255,38 @@ TEST(checkpoint_files_damaged_in_every_way) {
         std::string bad = bytes;
         bad[at] = char(bad[at] ^ 1 << at % 8);
         write_file(model, bad);
-        CHECK_FAILS(1, "model.safetensors has checksum ", verify_checkpoint(path));
+        CHECK_FAILS(1, "model.safetensors has checksum ", open_checkpoint(path));
     }
     write_file(model, bytes.substr(1) + bytes[0]);
-    CHECK_FAILS(1, "model.safetensors has checksum ", verify_checkpoint(path));
+    CHECK_FAILS(1, "model.safetensors has checksum ", open_checkpoint(path));
     for (size_t n : {size_t(0), size_t(1), bytes.size() / 2, bytes.size() - 1}) {
         write_file(model, bytes.substr(0, n));
-        CHECK_FAILS(1, "bytes, the manifest says 1000", verify_checkpoint(path));
+        CHECK_FAILS(1, "bytes, the manifest says 1000", open_checkpoint(path));
     }
     write_file(model, bytes + '\0');
-    CHECK_FAILS(1, "model.safetensors has 1001 bytes, the manifest says 1000", verify_checkpoint(path));
+    CHECK_FAILS(1, "model.safetensors has 1001 bytes, the manifest says 1000", open_checkpoint(path));
     write_file(model, bytes);
     CHECK(is_intact(path));
     write_file(path + "/empty", "x");
-    CHECK_FAILS(1, "/empty has 1 bytes, the manifest says 0", verify_checkpoint(path));
+    CHECK_FAILS(1, "/empty has 1 bytes, the manifest says 0", open_checkpoint(path));
     write_file(path + "/empty", "");
     CHECK(std::rename(model.c_str(), (path + "/aside").c_str()) == 0);
-    CHECK_FAILS(1, "model.safetensors: the file is missing", verify_checkpoint(path));
+    CHECK_FAILS(1, "model.safetensors: the file is missing", open_checkpoint(path));
     CHECK(symlink((path + "/aside").c_str(), model.c_str()) == 0);
     CHECK(is_intact(path));  // moved to a store and linked
     write_file(path + "/aside", bytes.substr(1) + bytes[0]);
-    CHECK_FAILS(1, "model.safetensors has checksum ", verify_checkpoint(path));
+    CHECK_FAILS(1, "model.safetensors has checksum ", open_checkpoint(path));
     write_file(path + "/aside", bytes + '\0');
-    CHECK_FAILS(1, "model.safetensors has 1001 bytes", verify_checkpoint(path));
+    CHECK_FAILS(1, "model.safetensors has 1001 bytes", open_checkpoint(path));
     write_file(path + "/aside", bytes);
     for (const char* nowhere : {"nowhere", "model.safetensors", "."}) {
         CHECK(unlink(model.c_str()) == 0 && symlink(nowhere, model.c_str()) == 0);
-        CHECK_FAILS(1, "model.safetensors", verify_checkpoint(path));
+        CHECK_FAILS(1, "model.safetensors", open_checkpoint(path));
     }
     CHECK(unlink(model.c_str()) == 0 && mkfifo(model.c_str(), 0666) == 0);  // must not wait for a writer
-    CHECK_FAILS(1, "no regular file", verify_checkpoint(path));
+    CHECK_FAILS(1, "no regular file", open_checkpoint(path));
     CHECK(unlink(model.c_str()) == 0 && mkdir(model.c_str(), 0777) == 0);
-    CHECK_FAILS(1, "no regular file", verify_checkpoint(path));
+    CHECK_FAILS(1, "no regular file", open_checkpoint(path));
     CHECK(rmdir(model.c_str()) == 0 && std::rename((path + "/aside").c_str(), model.c_str()) == 0);
     CHECK(is_intact(path));
     // Swapped: two files with each other, a file with that of another checkpoint, a folder under another step's name.
@@ -295,12 +295,12 @@ TEST(checkpoint_files_damaged_in_every_way) {
     CHECK(!is_intact(path));
     const std::string other = make_checkpoint(folder.path, 6);
     write_file(config, "{ }"), write_file(model, read_file(other + "/model.safetensors"));
-    CHECK_FAILS(1, "model.safetensors has checksum ", verify_checkpoint(path));
+    CHECK_FAILS(1, "model.safetensors has checksum ", open_checkpoint(path));
     remove_tree(path);
     CHECK(std::rename(other.c_str(), path.c_str()) == 0);
-    CHECK_FAILS(1, "step: found 6, the folder's name says 5", verify_checkpoint(path));
+    CHECK_FAILS(1, "step: found 6, the folder's name says 5", open_checkpoint(path));
     CHECK(unlink((path + "/manifest.json").c_str()) == 0);
-    CHECK_FAILS(1, "manifest.json is missing", verify_checkpoint(path));
+    CHECK_FAILS(1, "manifest.json is missing", open_checkpoint(path));
 }
 
 TEST(checkpoint_newest_intact_is_taken) {
@@ -311,13 +311,13 @@ TEST(checkpoint_newest_intact_is_taken) {
     for (const char* name : {"step_00009999.writing", "step_00009998.removing", "step_9997", "step_000009996",
                              "step_0000999x", "xstep_00009995", "step_-0009994", "step_99999999999999999999"})
         CHECK(mkdir(folder.file(name).c_str(), 0777) == 0);
-    CHECK_EQUAL(newest_intact_checkpoint(run, no_complaint()), run + "/step_00001000");
+    CHECK_EQUAL(newest_intact_checkpoint(run, no_complaint()).folder, run + "/step_00001000");
     const std::string bytes = read_file(run + "/step_00001000/model.safetensors");
     write_file(run + "/step_00001000/model.safetensors", bytes.substr(0, 999) + char(bytes[999] ^ 1));
     CHECK(unlink((run + "/step_00000100/manifest.json").c_str()) == 0);
     CHECK(mkdir((run + "/step_00000050").c_str(), 0777) == 0);
     Lines lines;
-    CHECK_EQUAL(newest_intact_checkpoint(run, into(lines)), run + "/step_00000020");
+    CHECK_EQUAL(newest_intact_checkpoint(run, into(lines)).folder, run + "/step_00000020");
     REQUIRE(lines.size() == 3);
     const std::string bad = bytes.substr(0, 999) + char(bytes[999] ^ 1);
     CHECK_EQUAL(
@@ -331,7 +331,7 @@ TEST(checkpoint_newest_intact_is_taken) {
     CHECK(lines[2].find("/step_00000050 is damaged: ") != std::string::npos);
     for (int64_t step : {0, 3, 20}) write_file(checkpoint_folder(run, step) + "/config.json", "{}");
     lines.clear();
-    CHECK_EQUAL(newest_intact_checkpoint(run, into(lines)), "");
+    CHECK_EQUAL(newest_intact_checkpoint(run, into(lines)).folder, "");
     CHECK_EQUAL(lines.size(), size_t(6));
     CHECK(lines.back().find("step_00000000 is damaged: ") != std::string::npos &&
           lines.back().find("there is none before it") != std::string::npos);
@@ -368,7 +368,7 @@ TEST(checkpoint_begin_and_commit) {
     CHECK(mkdir((run + "/step_00000009.removing").c_str(), 0777) == 0);
     write_file(run + "/step_00000009.removing/old", "x");
     make_checkpoint(run, 9);
-    CHECK_EQUAL(verify_checkpoint(run + "/step_00000009").files.size(), size_t(3));
+    CHECK_EQUAL(open_checkpoint(run + "/step_00000009").files.size(), size_t(3));
     CHECK_EQUAL(joined(names_in(run)), "outside step_00000009");
     CHECK_EQUAL(read_file(outside), "precious");
     begin_checkpoint(run, 10);
@@ -508,7 +508,7 @@ TEST(writers_report_a_full_or_unwilling_disk) {
     CHECK_EQUAL(error, "cannot write " + run + "/step_00000002.writing/model.safetensors: " + std::strerror(EFBIG));
     abandon_checkpoint(run, 2, no_complaint());
     CHECK_EQUAL(joined(names_in(run)), "step_00000001");
-    CHECK_EQUAL(newest_intact_checkpoint(run, no_complaint()), run + "/step_00000001");
+    CHECK_EQUAL(newest_intact_checkpoint(run, no_complaint()).folder, run + "/step_00000001");
 }
 
 TEST(checkpoint_in_a_folder_that_may_not_be_written) {
@@ -535,7 +535,7 @@ TEST(checkpoint_in_a_folder_that_may_not_be_written) {
     for (const std::string& line : lines) CHECK(line.find(denied) != std::string::npos);
     for (const std::string& path : {folder.path, writing, folder.path + "/step_00000001"})
         CHECK(chmod(path.c_str(), 0777) == 0);
-    CHECK_EQUAL(newest_intact_checkpoint(folder.path, no_complaint()), folder.path + "/step_00000002");
+    CHECK_EQUAL(newest_intact_checkpoint(folder.path, no_complaint()).folder, folder.path + "/step_00000002");
     CHECK(is_intact(folder.path + "/step_00000001"));
 }
 
@@ -611,5 +611,5 @@ TEST(background_task) {
         }
     }
     commit_checkpoint(folder.path, 2, records, "{}");
-    CHECK_EQUAL(verify_checkpoint(folder.path + "/step_00000002").files.size(), size_t(2));
+    CHECK_EQUAL(open_checkpoint(folder.path + "/step_00000002").files.size(), size_t(2));
 }

@@ -80,7 +80,7 @@ PROGRAM_TEST(a_rank_of_eval_that_stops_ends_all) {
     Running program(joined(joined(joined({mpirun}, rank_on(out)), {":"}), rank_on(copy)), folder);
     pid_t victim = 0;
     for (const double limit = seconds_now() + 30; !victim && seconds_now() < limit; usleep(10000))
-        error_of([&] { victim = program.process_of(newest_checkpoint(copy) + "/model.safetensors"); });
+        error_of([&] { victim = program.process_of(newest_checkpoint(copy).folder + "/model.safetensors"); });
     REQUIRE(victim > 0);
     kill(victim, SIGSTOP);
     const Result r = program.end(30);
@@ -127,7 +127,7 @@ PROGRAM_TEST(stop_by_signal_and_by_halt_file) {
         const Result r = program.end(20);
         CHECK_EQUAL(r.status, c.status);
         CHECK(r.err.empty() && r.out.find("--resume goes on") != std::string::npos && !file_exists(out + "/halt"));
-        const std::string checkpoint = newest_checkpoint(out);
+        const std::string checkpoint = newest_checkpoint(out).folder;
         REQUIRE(!checkpoint.empty());
         const int64_t step = read_manifest(checkpoint).step;
         CHECK(step >= 3 && logged(out, "loss").size() == size_t(step));
@@ -153,7 +153,7 @@ PROGRAM_TEST(stop_of_one_rank_stops_all) {
     kill(program.process_of(out + "/heartbeat_rank1.jsonl"), SIGTERM);
     const Result r = program.end(20);
     CHECK_EQUAL(r.status, 75);
-    CHECK(!newest_checkpoint(out).empty());
+    CHECK(!newest_checkpoint(out).folder.empty());
 }
 
 // A run whose steps take seconds, each of a thousand micro-steps.
@@ -189,13 +189,13 @@ TEST(stop_repeated_within_seconds_is_one_wish) {
         const Result r = program.end(30);
         CHECK_EQUAL(r.status, c.status);
         CHECK_EQUAL(r.err, std::string());
-        CHECK(!newest_checkpoint(folder.file("run")).empty());
+        CHECK(!newest_checkpoint(folder.file("run")).folder.empty());
     }
     if (!file_exists("/usr/bin/timeout")) return;
     TempFolder folder;
     Running program(joined({"/usr/bin/timeout", "1.5"}, slow_run(folder, "32768")), folder);
     CHECK_EQUAL(program.end(30).status, 124);
-    CHECK(!newest_checkpoint(folder.file("run")).empty());
+    CHECK(!newest_checkpoint(folder.file("run")).folder.empty());
 }
 
 // SIGHUP at the very start, while libraries are loaded that would catch it (UCX does), is not lost.
@@ -224,7 +224,7 @@ PROGRAM_TEST(stop_second_signal_after_a_pause_leaves_at_once) {
     const Result r = program.end(5);
     CHECK_EQUAL(r.status, 128 + SIGTERM);
     CHECK(r.out.find("SIGTERM") != std::string::npos && r.err.find("SIGTERM") != std::string::npos);
-    CHECK(newest_checkpoint(folder.file("run")).empty());
+    CHECK(newest_checkpoint(folder.file("run")).folder.empty());
 }
 
 // Process 1 of a container, whom the kernel spares what others die of.
@@ -282,7 +282,7 @@ TEST(stop_while_nobody_reads_what_is_printed) {
         while (waitpid(child, &status, WNOHANG) == 0 && seconds_now() < limit) usleep(20000);
         kill(child, SIGKILL);
         CHECK_EQUAL(exit_status(status), 75);
-        CHECK(!newest_checkpoint(out).empty());
+        CHECK(!newest_checkpoint(out).folder.empty());
         close(ends[0]);
     }
 }

@@ -459,7 +459,7 @@ inline size_t check_tensors(const RawFile& raw, const std::map<std::string, std:
 // Writes a checkpoint's manifest anew for the files as they are now: damage
 // that checksums cannot see. state: the manifest's, if it is to be another.
 inline void seal(const std::string& checkpoint, const std::string& state = "") {
-    const Manifest manifest = read_manifest(checkpoint);
+    const Checkpoint manifest = read_manifest(checkpoint);
     std::vector<FileRecord> records;
     for (const FileRecord& file : manifest.files) {
         if (!file_exists(checkpoint + "/" + file.name)) continue;

@@ -68,7 +68,7 @@ PROGRAM_TEST(run_config_and_manifest_hold_every_field) {
     CHECK_EQUAL(config.keys.size(), numbers.size() + texts.size());
 
     const Json manifest = parse_own_json(read_file(out + "/run.json"), "run.json");
-    const Manifest saved = read_manifest(out + "/step_00000001");
+    const Checkpoint saved = read_manifest(out + "/step_00000001");
     const Json& state = saved.state;
     for (const Json* run : {&manifest, state.find("options")}) {
         REQUIRE(run != nullptr);

@@ -45,7 +45,7 @@ class StopTrial {
         if (!launcher.empty() && r.status == 0) launcher_lost_status++;
         else if (r.status != expected) return format_text("status %d, expected %d", r.status, expected);
         if (!r.err.empty()) return "stderr is not empty";
-        const std::string checkpoint = newest_checkpoint(out);
+        const std::string checkpoint = newest_checkpoint(out).folder;
         if (checkpoint.empty()) return "no checkpoint";
         const int64_t step = read_manifest(checkpoint).step, until = (step / SAVE_EVERY + 1) * SAVE_EVERY;
         if (until > REFERENCE_STEPS) return format_text("step %lld: the machine is too fast", (long long)step);
@@ -142,10 +142,10 @@ PROGRAM_TEST(stop_signal_leaves_validation) {
             kill(run.process_of(out + "/heartbeat_rank0.jsonl"), SIGTERM);
             const Result r = run.end(10);
             CHECK_EQUAL(r.status, 75);
-            CHECK_EQUAL(r.out.find("--resume goes on") != std::string::npos, !newest_checkpoint(out).empty());
+            CHECK_EQUAL(r.out.find("--resume goes on") != std::string::npos, !newest_checkpoint(out).folder.empty());
         };
         stopped_in_validation({{"steps", "3"}, {"eval-batches", "1000000"}}, "out: ");
-        CHECK(newest_checkpoint(out).empty());  // it was the validation before the first step
+        CHECK(newest_checkpoint(out).folder.empty());  // it was the validation before the first step
         std::filesystem::remove_all(out);
 
         CHECK_EQUAL(execute(command({{"steps", "3"}})).status, 0);
@@ -155,7 +155,7 @@ PROGRAM_TEST(stop_signal_leaves_validation) {
 
         CHECK_EQUAL(execute(command({{"steps", "2"}})).status, 0);
         stopped_in_validation({{"steps", "3"}, {"resume", "on"}, {"eval-batches", "1000000"}}, "step 0003 | loss");
-        CHECK_EQUAL(read_manifest(newest_checkpoint(out)).step, int64_t(3));
+        CHECK_EQUAL(newest_checkpoint(out).step, int64_t(3));
         CHECK_EQUAL(execute(command({{"steps", "3"}, {"resume", "on"}})).status, 0);
         CHECK_EQUAL(lines_of(losses_of(out)).back(), whole);
     }
@@ -182,7 +182,7 @@ PROGRAM_TEST(stop_signal_in_a_validation_is_made_up_for) {
             kill(run.launcher, SIGTERM);
             CHECK_EQUAL(run.end(10).status, 75);
         }
-        const std::string checkpoint = newest_checkpoint(out);
+        const std::string checkpoint = newest_checkpoint(out).folder;
         REQUIRE(read_manifest(checkpoint).step == 2 && losses_of(out).find("s:2 tel") == std::string::npos);
         CHECK_EQUAL(execute(with({{"resume", "on"}, {"eval-batches", "2"}, {"keep", "0"}})).status, 0);
         int first = 0, second = 0;

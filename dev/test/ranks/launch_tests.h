@@ -122,7 +122,7 @@ TEST(launch_without_a_shared_folder) {
     const Result r = execute(joined(joined(joined({mpirun}, on("host1")), {":"}), on("host2")));
     CHECK(r.status != 0 && r.status != 1000);
     CHECK(r.err.find("error: rank 1: --out run on " + host_name()) != std::string::npos);
-    CHECK(newest_checkpoint(folder.file("host1/run")).empty() && !file_exists(folder.file("host2/run")));
+    CHECK(newest_checkpoint(folder.file("host1/run")).folder.empty() && !file_exists(folder.file("host2/run")));
     CHECK_EQUAL(execute(joined(joined(joined({mpirun}, on("host1")), {":"}), on("host1"))).status, 0);
 }
 
