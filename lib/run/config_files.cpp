@@ -180,19 +180,23 @@ static const char* const MEND_RUN_JSON = "mend it, or remove the file: the check
 // Returns the file; "" where there is neither.
 static std::string find_run_options(const std::string& folder, Json& options) {
     const std::string path = folder + "/run.json";
-    if (file_exists(path)) try {
+    if (file_exists(path)) {
+        try {
             options = parse_own_json(read_file(path), path);
             options.string("program", path);
             return path;
         } catch (const Error& e) {
             fail("%s; %s", e.what(), MEND_RUN_JSON);
         }
-    for (const int64_t step : checkpoint_steps(folder)) try {
+    }
+    for (const int64_t step : checkpoint_steps(folder)) {
+        try {
             const Checkpoint manifest = read_manifest(checkpoint_folder(folder, step));
             options = manifest.state.get("options", manifest.path);
             return manifest.path;
         } catch (const Error&) {  // a damaged checkpoint is reported when the one to resume is chosen
         }
+    }
     return "";
 }
 
