@@ -154,9 +154,12 @@ void verify_file(const std::string& folder, const FileRecord& expected) {
                              : "the link leads to no file",
              (unsigned long long)expected.size);
     if (!S_ISREG(s.st_mode)) fail("%s is no regular file", path.c_str());
-    if (uint64_t(s.st_size) != expected.size)
-        fail("%s has %llu bytes, the manifest says %llu", path.c_str(), (unsigned long long)s.st_size,
-             (unsigned long long)expected.size);
+    const auto require_size = [&](uint64_t size) {
+        if (size != expected.size)
+            fail("%s has %llu bytes, the manifest says %llu", path.c_str(), (unsigned long long)size,
+                 (unsigned long long)expected.size);
+    };
+    require_size(uint64_t(s.st_size));
     const FileReader file(path);
     std::vector<char> piece(1 << 20);
     uint32_t crc = 0;
@@ -165,6 +168,7 @@ void verify_file(const std::string& folder, const FileRecord& expected) {
         file.read(piece.data(), count, at);
         crc = crc32c(crc, piece.data(), count);
     }
+    require_size(file_size(path));  // it may have grown meanwhile
     if (crc != expected.crc32c)
         fail("%s has checksum %08x, the manifest says %08x", path.c_str(), crc, expected.crc32c);
 }
