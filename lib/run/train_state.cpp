@@ -30,34 +30,34 @@ static uint64_t read_loader_integer(const std::string& text, const std::string& 
     return value;
 }
 
-static void read_window(OutlierWindow& window, const Checkpoint& manifest, const char* name) {
-    const std::string& path = manifest.path;
-    for (const Json& value : manifest.state.array(name, path))
+static void read_window(OutlierWindow& window, const Checkpoint& checkpoint, const char* name) {
+    const std::string& path = checkpoint.path;
+    for (const Json& value : checkpoint.state.array(name, path))
         window.values.push_back(value.number(path + ": " + name));
     if (window.values.size() > OutlierWindow::SIZE)
         fail("%s: %s has %zu values, expected at most %zu", path.c_str(), name, window.values.size(),
              OutlierWindow::SIZE);
 }
 
-TrainState read_state(const Checkpoint& manifest) {
-    const std::string& path = manifest.path;
-    if (manifest.state.find("imported"))
+TrainState read_state(const Checkpoint& checkpoint) {
+    const std::string& path = checkpoint.path;
+    if (checkpoint.state.find("imported"))
         fail("%s: import wrote weights alone, no state to resume: begin a run with them by --init-from", path.c_str());
     TrainState state;
-    state.step = manifest.step;
-    state.last_update = manifest.state.integer("last_update", path);
-    state.bad_steps = manifest.state.integer("bad_steps", path);
-    const std::vector<Json>& loader = manifest.state.array("loader", path);
+    state.step = checkpoint.step;
+    state.last_update = checkpoint.state.integer("last_update", path);
+    state.bad_steps = checkpoint.state.integer("bad_steps", path);
+    const std::vector<Json>& loader = checkpoint.state.array("loader", path);
     if (loader.size() != state.loader.size())
         fail("%s: loader has %zu integers, expected %zu", path.c_str(), loader.size(), state.loader.size());
     for (size_t i = 0; i < loader.size(); i++)
         state.loader[i] = read_loader_integer(loader[i].string(path + ": loader"), path, i);
-    state.tokens = uint64_t(manifest.state.integer("tokens", path));
-    for (const Json& name : manifest.state.array("shards", path))
+    state.tokens = uint64_t(checkpoint.state.integer("tokens", path));
+    for (const Json& name : checkpoint.state.array("shards", path))
         state.shards.push_back(name.string(path + ": shards"));
-    state.was_validated = manifest.state.find("validation");
-    state.left_validation = manifest.state.find("left_validation");
-    read_window(state.losses, manifest, "losses");
-    read_window(state.norms, manifest, "norms");
+    state.was_validated = checkpoint.state.find("validation");
+    state.left_validation = checkpoint.state.find("left_validation");
+    read_window(state.losses, checkpoint, "losses");
+    read_window(state.norms, checkpoint, "norms");
     return state;
 }

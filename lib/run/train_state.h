@@ -55,7 +55,7 @@ struct TrainState {
 std::string state_json(const TrainState& s, const std::string& options, int ranks,
                        const std::vector<std::string>& shards = {});
 
-TrainState read_state(const Checkpoint& manifest);
+TrainState read_state(const Checkpoint& checkpoint);
 
 #ifndef COMPILED_APART  // see lib/cpu/kernels.cpp
 #include "train_state.cpp"

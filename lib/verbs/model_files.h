@@ -137,13 +137,13 @@ void round_parameters(Model<Dev>& model, const SafeTensors& weights, int64_t las
 // Reads what a rank owns of m and v out of every rank's file, however many ranks wrote them. Fails unless all moments
 // are there.
 template <class Dev>
-void read_moments(Model<Dev>& model, const Checkpoint& manifest) {
+void read_moments(Model<Dev>& model, const Checkpoint& checkpoint) {
     const std::vector<TensorSpec>& specs = model.table.specs;
     size_t expected = 0, found = 0;
     for (const TensorSpec& t : specs) expected += (t.orthogonal ? 1 : 2) * t.size;
-    for (const FileRecord& record : manifest.files) {
+    for (const FileRecord& record : checkpoint.files) {
         if (record.name.compare(0, 10, "optimizer_") != 0) continue;
-        const SafeTensors file(manifest.folder + "/" + record.name);
+        const SafeTensors file(checkpoint.folder + "/" + record.name);
         for (const TensorView& view : file.tensors) {
             const MomentPiece piece = moment_piece(view, specs, file.path);
             found += piece.count;
@@ -158,7 +158,7 @@ void read_moments(Model<Dev>& model, const Checkpoint& manifest) {
     }
     if (found != expected)
         fail("%s: the optimiser's files hold %zu of %zu moments: one of them is missing or of another model",
-             manifest.path.c_str(), found, expected);
+             checkpoint.path.c_str(), found, expected);
 }
 
 template <class Dev>
@@ -168,11 +168,11 @@ void read_parameters(Model<Dev>& model, const SafeTensors& file) {
 }
 
 template <class Dev>
-TrainState load_checkpoint(Model<Dev>& model, const Checkpoint& manifest) {
-    const TrainState state = read_state(manifest);
-    const SafeTensors weights(manifest.folder + "/model.safetensors");
+TrainState load_checkpoint(Model<Dev>& model, const Checkpoint& checkpoint) {
+    const TrainState state = read_state(checkpoint);
+    const SafeTensors weights(checkpoint.folder + "/model.safetensors");
     read_parameters(model, weights);
     round_parameters(model, weights, state.last_update);
-    read_moments(model, manifest);
+    read_moments(model, checkpoint);
     return state;
 }
