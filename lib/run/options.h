@@ -286,8 +286,7 @@ inline const Option OPTIONS[] = {
      "checkpoints of steps divisible by this are kept for ever; 0: none"},
     {"stall-timeout", TRAIN | EVAL, &TrainConfig::stall_timeout, "180", between(0, MILLION),
      "seconds without any progress on a rank after which the program ends, ten times that while a checkpoint is "
-     "written; "
-     "0: wait for ever"},
+     "written; 0: wait for ever"},
     {"out", TRAIN | TOKENIZE | EXPORT | IMPORT | VOCABULARY, &TrainConfig::out, "auto", ANY,
      "folder of the run; of tokenize: prefix of the shards; of export, import and vocabulary: a new or an empty "
      "folder",
