@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Runs test programs side by side, one for each core, and adds up their closing lines: run_tests.sh 'PROGRAM
-# [ARGUMENT]...' ... What a program prints appears in one piece when it has ended. JOBS: how many at a time. The last
-# line is "N passed, N failed"; a program that dies or closes without such a line counts as one failure. Exit status 1
-# on any failure.
+# [ARGUMENT]...' ... What a program prints appears in one piece when it has ended. JOBS: how many at a time. At the end
+# stands once more what failed, since much may have been printed behind it. The last line is "N passed, N failed"; a
+# program that dies or closes without such a line counts as one failure. Exit status 1 on any failure.
 set -uo pipefail
 case ${1:-} in -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
 work=$(mktemp -d)
@@ -25,19 +25,25 @@ run() {
 }
 
 passed=0 failed=0
+: >"$work/failures"
 report() {
     local status seconds p f
     read -r status seconds <"$work/$1.status"
     echo "== $2 (${seconds} s)"
     cat "$work/$1.log"
+    grep -a -B 8 -A 12 '^FAIL' "$work/$1.log" >"$work/failure"
     read -r p f < <(sed -nE 's/^([0-9]+) passed, ([0-9]+) failed$/\1 \2/p' "$work/$1.log" | tail -1)
     if [ -n "${f:-}" ]; then
         passed=$((passed + p)) failed=$((failed + f))
-        if [ "$status" -ne 0 ] && [ "$f" -eq 0 ]; then echo "$2: exit status $status"; failed=$((failed + 1)); fi
+        if [ "$status" -ne 0 ] && [ "$f" -eq 0 ]; then
+            echo "exit status $status" >>"$work/failure"
+            failed=$((failed + 1))
+        fi
     else
-        echo "$2: exit status $status without a closing line"
+        { tail -n 20 "$work/$1.log" && echo "exit status $status without a closing line"; } >"$work/failure"
         failed=$((failed + 1))
     fi
+    [ ! -s "$work/failure" ] || { echo "== failed: $2" && cat "$work/failure"; } >>"$work/failures"
     rm "$work/$1.log" "$work/$1.status"
 }
 
@@ -54,5 +60,6 @@ while [ "$left" -gt 0 ]; do
         left=$((left - 1)) running=$((running - 1))
     done
 done
+cat "$work/failures"
 echo "$passed passed, $failed failed"
 [ "$failed" -eq 0 ]
