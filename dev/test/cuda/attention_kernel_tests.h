@@ -668,7 +668,7 @@ TEST(attention_kernels_of_wide_heads) {
     for (const int window : {1, 64, 79, 125}) table.push_back({BY_WIN, windowed(shape(200, 3, 1, 128), window)});
     check_setups("wide heads", table);
 }
-TEST(attention_kernels_selection_blocks_of_wide_heads) {
+TEST(attention_kernels_wide_selection_blocks) {
     using namespace attention_tests;
     std::vector<Setup> table;
     for (const int block : {16, 32, 64, 128, 192}) {
