@@ -855,6 +855,22 @@ TEST(attention_kernels_ties_go_to_the_lower_block) {
         }
     }
 }
+// Which kernels a GPU has, by its compute capability and the code that was compiled for it.
+TEST(attention_kernels_by_capability) {
+    using namespace attention_tests;
+    using Names = std::vector<std::string>;
+    const auto names = [](GpuCode gpu, int D = 0) { return attention_kernel_names(false, gpu, D); };
+    CHECK(attention_kernel_names(true) == Names({"plain"}) && names({75}) == Names({"plain"}) &&
+          names({90}, 48) == Names({"plain"}));
+    const Names portable = {"gathered_rows", "tensor_cores", "plain"};
+    CHECK(names({90, true}, 64) == Names({"gathered_rows", "warpgroups", "tensor_cores", "plain"}));
+    // Warpgroups: heads of 64 and 128, and code for sm_90a that runs on a GPU of 9.0.
+    CHECK(names({90, true}, 128) == names({90, true}, 64));
+    CHECK(names({90}, 64) == portable && names({90, true}, 32) == portable && names({100, true}, 64) == portable);
+    CHECK(automatic_attention_kernels(false, {90, true}) == "gathered_rows or warpgroups or tensor_cores" &&
+          automatic_attention_kernels(false, {90}) == "gathered_rows or tensor_cores" &&
+          automatic_attention_kernels(true, {90, true}) == "plain");
+}
 TEST(attention_kernels_refuse) {
     using namespace attention_tests;
     const bf16* none = nullptr;
@@ -883,18 +899,6 @@ TEST(attention_kernels_refuse) {
     CHECK_FAILS(2, "shared memory", choose());
     s = shape(0, 3), s.queries = 0;
     forward(WIN, s);  // nothing to do
-    using Names = std::vector<std::string>;
-    const auto names = [](GpuCode gpu, int D = 0) { return attention_kernel_names(false, gpu, D); };
-    CHECK(attention_kernel_names(true) == Names({"plain"}) && names({75}) == Names({"plain"}) &&
-          names({90}, 48) == Names({"plain"}));
-    const Names portable = {"gathered_rows", "tensor_cores", "plain"};
-    CHECK(names({90, true}, 64) == Names({"gathered_rows", "warpgroups", "tensor_cores", "plain"}));
-    // Warpgroups: heads of 64 and 128, and code for sm_90a that runs on a GPU of 9.0.
-    CHECK(names({90, true}, 128) == names({90, true}, 64));
-    CHECK(names({90}, 64) == portable && names({90, true}, 32) == portable && names({100, true}, 64) == portable);
-    CHECK(automatic_attention_kernels(false, {90, true}) == "gathered_rows or warpgroups or tensor_cores" &&
-          automatic_attention_kernels(false, {90}) == "gathered_rows or tensor_cores" &&
-          automatic_attention_kernels(true, {90, true}) == "plain");
     Cuda dev(0, TEST_WORKSPACE);
     dev.choose_attention("warpgroups");
     CHECK_FAILS(2, "--attention-kernel warpgroups is not for heads of dimension 32",

@@ -13,18 +13,11 @@ TEST(cuda_has_the_shapes_of_all_presets) {
             tests().checks++;
         }
 }
-// 4 of 64 blocks, and a window that is soon left behind. Under the checks, which take 30 times as long, an eighth of
-// the tokens.
-#ifdef EMU_CHECK
-constexpr int DECODED_TOKENS = 512;
-#else
-constexpr int DECODED_TOKENS = 4096;
-#endif
+// 4 of 64 blocks, and a window that is soon left behind.
 TEST_LONG(cuda_model_decoding_is_the_forward_pass_up_to_4096_tokens) {
     for (int way = 0; way < CudaEngine::WAYS; way++)
         check_decoding_to<CudaEngine>(
-            DECODED_TOKENS, "--layers 2 --cmp-block 32 --cmp-stride 16 --slc-block 64 --slc-count 4 --window 128 ",
-            way);
+            4096, "--layers 2 --cmp-block 32 --cmp-stride 16 --slc-block 64 --slc-count 4 --window 128 ", way);
 }
 
 #ifdef CUDA_ON_CPU

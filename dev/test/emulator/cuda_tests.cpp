@@ -6,10 +6,13 @@
 #include "../cuda/cuda_op_tests.h"
 #include "../cuda/attention_kernel_tests.h"
 #include "../cuda/long_context_tests.h"
-#include "../cuda/cuda_model_tests.h"
+#include "../model/engine_model_tests.h"
 #include "../cuda/cuda_ddp_tests.h"
-#include "../cuda/bench_tests.h"
 #include "../cuda/ladder_tests.h"
+#ifndef EMU_CHECK  // they launch no kernel that the tests above do not
+#include "../cuda/cuda_model_tests.h"
+#include "../cuda/bench_tests.h"
+#endif
 #include "../cuda/device_results.h"
 
 int main(int argc, char** argv) {

@@ -171,6 +171,7 @@ void check_model(const Config& c, int way) {
         }
     }
     CHECK_EQUAL(silent > 0, c.branches != "all");
+    if (E::ORDERS == 1) return;
     E::set_order(1);  // the same again, with other orders of threads, blocks and streams
     CHECK_EQUAL(pair.run.step_loss(true), loss);
     CHECK(same_bits(pair.run.raw(pair.run.model.grads), grads));

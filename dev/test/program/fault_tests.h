@@ -54,7 +54,7 @@ TEST_LONG(ranks_that_die_or_stall_end_the_run) {
         std::getline(std::ifstream(format_text("/proc/%d/comm", int(victim))), name);
         CHECK_EQUAL(name, std::string("train_nsa"));
         kill(victim, signal);
-        const Result r = program.end(20);
+        const Result r = program.end(60);
         kill(victim, SIGKILL);
         CHECK(r.status != 0 && r.status != 1000);
         if (signal == SIGSTOP)
@@ -124,7 +124,7 @@ PROGRAM_TEST(stop_by_signal_and_by_halt_file) {
         REQUIRE(program.reaches("step 0003 | loss"));
         if (c.signal) kill(program.launcher, c.signal);
         else write_file(out + "/halt", "");
-        const Result r = program.end(20);
+        const Result r = program.end(60);
         CHECK_EQUAL(r.status, c.status);
         CHECK(r.err.empty() && r.out.find("--resume goes on") != std::string::npos && !file_exists(out + "/halt"));
         const std::string checkpoint = newest_checkpoint(out).folder;
@@ -151,7 +151,7 @@ PROGRAM_TEST(stop_of_one_rank_stops_all) {
                     folder);
     REQUIRE(program.reaches("step 0003 | loss"));
     kill(program.process_of(out + "/heartbeat_rank1.jsonl"), SIGTERM);
-    const Result r = program.end(20);
+    const Result r = program.end(60);
     CHECK_EQUAL(r.status, 75);
     CHECK(!newest_checkpoint(out).folder.empty());
 }
