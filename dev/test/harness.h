@@ -105,6 +105,12 @@ std::string show(T x) {
     return std::is_floating_point<T>::value ? format_text("%.17g", double(x)) : std::to_string(x);
 }
 
+// Whether the text has every part in it, in any order.
+template <class... Parts>
+bool holds(const std::string& text, const Parts&... parts) {
+    return ((text.find(parts) != std::string::npos) && ...);
+}
+
 inline void skip(const std::string& what) { tests().skipped.push_back(what); }
 
 // A fresh folder that is removed when the test ends.

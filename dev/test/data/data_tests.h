@@ -106,7 +106,7 @@ TEST(shard_writer_refuses) {
     write_file(prefix + "_val_000000.bin", "old");
     ShardWriter writer(prefix, "val", 0, 10, 256);
     CHECK_FAILS(1, "exists already", writer.write(tokens, 1));
-    CHECK_EQUAL(read_file(prefix + "_val_000000.bin"), std::string("old"));
+    CHECK_EQUAL(read_file(prefix + "_val_000000.bin"), "old");
     write_file(folder.file("blocked"), "");
     ShardWriter blocked(folder.file("blocked/x"), "val", 0, 10, 256);
     CHECK_FAILS(1, "blocked/x_val_000000.bin.tmp", blocked.write(tokens, 1));
@@ -128,7 +128,7 @@ TEST(shard_writer_reports_a_full_disk) {
         error = error_of([&] { writer.write(tokens.data(), at_the_end ? 10 : tokens.size()); });
         if (at_the_end && error.empty()) error = error_of([&] { writer.close(); });
         setrlimit(RLIMIT_FSIZE, &before);
-        CHECK(error.find("c_train_000000.bin.tmp: File too large") != std::string::npos);
+        CHECK(holds(error, "c_train_000000.bin.tmp: File too large"));
         CHECK(!file_exists(path) && !file_exists(path + ".tmp"));
     }
 }
@@ -404,9 +404,8 @@ TEST(loader_refuses) {
     write_file(folder.file("a.bin"), shard_bytes(counting_tokens(8), 50257));
     CHECK_EQUAL(DataLoader(sources(), data_options(7, true)).samples_per_epoch(), 1u);
     write_file(folder.file("b.bin"), shard_bytes(counting_tokens(7), 50257));
-    CHECK(DataLoader(open_shards({folder.file("a.bin"), folder.file("b.bin")}), data_options(7, true))
-              .describe()
-              .find(", 1 of the shards too short") != std::string::npos);
+    CHECK(holds(DataLoader(open_shards({folder.file("a.bin"), folder.file("b.bin")}), data_options(7, true)).describe(),
+                ", 1 of the shards too short"));
     CHECK_FAILS(1,
                 "8 tokens in 1 shard, the largest of 8, are too few for one sample, which needs 9 in one shard: give "
                 "more text, or train with a shorter --seq-len (8)",
@@ -468,8 +467,8 @@ TEST(synthetic_names_come_back_from_afar) {
             if (corpus.is_answer[size_t(d) * length + i]) marked.insert(size_t(i));
         }
         CHECK(text[0] == '\0' && text.find('\0', 1) == std::string::npos);
-        CHECK_EQUAL(text.substr(1, 4), std::string("the "));  // nobody with a name is in the first block
-        std::map<std::string, size_t> last;                   // where a name was mentioned last
+        CHECK_EQUAL(text.substr(1, 4), "the ");  // nobody with a name is in the first block
+        std::map<std::string, size_t> last;      // where a name was mentioned last
         for (size_t at = 1; at < text.size(); at = std::min(text.find(". ", at), text.size()) + 2) {
             // "the cook sells ..." or "NAME sells ...". The last sentence may be cut off anywhere.
             size_t capitals = 0;

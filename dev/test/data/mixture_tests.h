@@ -10,13 +10,13 @@ TEST(weighted_sets_are_parsed) {
             all += set.pattern + " " + std::to_string(set.weight) + "|";
         return all;
     };
-    CHECK_EQUAL(text("a_*.bin"), std::string("a_*.bin 1|"));
-    CHECK_EQUAL(text("a_*.bin:3,b_*.bin:1"), std::string("a_*.bin 3|b_*.bin 1|"));
-    CHECK_EQUAL(text("a:6,b:4,c:2"), std::string("a 3|b 2|c 1|"));  // in lowest terms, or it would be another corpus
-    CHECK_EQUAL(text("a,b:2"), std::string("a 1|b 2|"));
-    CHECK_EQUAL(text("x\\:1\\,y:7,b\\\\:7"), std::string("x\\:1\\,y 1|b\\\\ 1|"));
-    CHECK_EQUAL(text("lang=en/a:2:9,b:1"), std::string("lang=en/a:2 9|b 1|"));
-    CHECK_EQUAL(text("synthetic"), std::string("synthetic 1|"));
+    CHECK_EQUAL(text("a_*.bin"), "a_*.bin 1|");
+    CHECK_EQUAL(text("a_*.bin:3,b_*.bin:1"), "a_*.bin 3|b_*.bin 1|");
+    CHECK_EQUAL(text("a:6,b:4,c:2"), "a 3|b 2|c 1|");  // in lowest terms, or it would be another corpus
+    CHECK_EQUAL(text("a,b:2"), "a 1|b 2|");
+    CHECK_EQUAL(text("x\\:1\\,y:7,b\\\\:7"), "x\\:1\\,y 1|b\\\\ 1|");
+    CHECK_EQUAL(text("lang=en/a:2:9,b:1"), "lang=en/a:2 9|b 1|");
+    CHECK_EQUAL(text("synthetic"), "synthetic 1|");
     for (const char* bad : {"a:", "a:0", "a:-1", "a:0.7,b:0.3", "a:10001", "a:1e3", "a:99999999999999999999", "a:b"})
         CHECK_FAILS(2, "is no weight, expected an integer in 1..10000", weighted_sets(bad, "--data"));
     for (const char* bad : {"a,,b", ",a", "a,", ":3", ""})
@@ -38,7 +38,7 @@ TEST(patterns_from_the_root_match_the_same_files) {
     REQUIRE(files.size() == 2 && files[0].size() == 1 && files[1].size() == 1);
     CHECK(std::filesystem::equivalent(files[0][0], odd + "/x:1,.bin") &&
           std::filesystem::equivalent(files[1][0], odd + "/y.bin"));
-    CHECK_EQUAL(with_absolute_patterns("/a/../b*.bin", false), std::string("/a/../b*.bin"));  // a may be a link
+    CHECK_EQUAL(with_absolute_patterns("/a/../b*.bin", false), "/a/../b*.bin");  // a may be a link
     // Behind the current folder ".." goes; behind another name, which may be a link, it stays.
     for (const auto& [path, expected] : std::map<std::string, std::string>{{"../x", "/x"},
                                                                            {"../../../x", "/x"},
@@ -112,8 +112,8 @@ TEST(mixture_deals_each_set_by_its_own_epochs) {
     }
     CHECK(epochs[0] != epochs[1] && epochs[1] != epochs[2]);
     const std::string text = mixed.describe(), c = folder.file("c_train_*.bin"), b = folder.file("b.bin");
-    CHECK(text.find("; 3 of 4 from " + c + " (37 samples, all seen after ") != std::string::npos);
-    CHECK(text.find(", 1 of 4 from " + b + " (10 samples, all seen after ") != std::string::npos);
+    CHECK(holds(text, "; 3 of 4 from " + c + " (37 samples, all seen after "));
+    CHECK(holds(text, ", 1 of 4 from " + b + " (10 samples, all seen after "));
 }
 
 // The state says where every set is: the rest comes out on any number of ranks.
@@ -161,9 +161,9 @@ TEST(mixture_refuses) {
 TEST(changes_of_shards_are_named) {
     using Names = std::vector<std::string>;
     CHECK_EQUAL(changed_shards({"a", "b"}, {"b", "a"}), std::string());
-    CHECK_EQUAL(changed_shards(Names{"a"}, {"a", "b"}), std::string("1 shard added (b)"));
-    CHECK_EQUAL(changed_shards({"a", "x"}, {"a", "b", "c"}), std::string("2 shards added (b, c), 1 shard gone (x)"));
-    CHECK_EQUAL(changed_shards({}, {"a", "b", "c"}), std::string("3 shards added (a to c)"));
+    CHECK_EQUAL(changed_shards(Names{"a"}, {"a", "b"}), "1 shard added (b)");
+    CHECK_EQUAL(changed_shards({"a", "x"}, {"a", "b", "c"}), "2 shards added (b, c), 1 shard gone (x)");
+    CHECK_EQUAL(changed_shards({}, {"a", "b", "c"}), "3 shards added (a to c)");
 }
 
 // A resume takes other shards if it says so, names what has changed, and then is a run like any other.
@@ -178,18 +178,17 @@ PROGRAM_TEST(run_resume_with_new_data) {
     CHECK_EQUAL(read_file(out + "/run.json"), before);
     const Result added = resume({"--steps=4", "--allow-new-data=1"});
     REQUIRE_GOOD(added);
-    CHECK(added.out.find("resume: new data: 1 shard added (" + folder.file("a_2.bin") +
-                         "); all of it in a new order from now on, after 4 samples of the old one\n") !=
-          std::string::npos);
+    CHECK(holds(added.out, "resume: new data: 1 shard added (" + folder.file("a_2.bin") +
+                               "); all of it in a new order from now on, after 4 samples of the old one\n"));
     const Result again = resume({"--steps=5"});  // the shards that are there now are the run's
     REQUIRE_GOOD(again);
-    CHECK(again.out.find("new data") == std::string::npos);
+    CHECK(!holds(again.out, "new data"));
     const Result mixed = resume({"--steps=6", "--allow-new-data=1", "--data", a + ":3," + b + ":1"});
     REQUIRE_GOOD(mixed);
-    CHECK(mixed.out.find("new data: 1 shard added (" + b + ")") != std::string::npos);
+    CHECK(holds(mixed.out, "new data: 1 shard added (" + b + ")"));
     const Result weighted = resume({"--steps=7", "--allow-new-data=1", "--data", a + ":1," + b + ":1"});
     REQUIRE_GOOD(weighted);
-    CHECK(weighted.out.find("new data: the same files with other contents or weights") != std::string::npos);
+    CHECK(holds(weighted.out, "new data: the same files with other contents or weights"));
     REQUIRE_GOOD(resume({"--steps=8"}));
     CHECK_EQUAL(logged(out, "loss").size(), 8u);
 }
@@ -203,17 +202,17 @@ TEST(named_sets_are_parsed) {
         for (const DataSet& set : named_sets(words, "--val-data")) all += set.name + " " + set.pattern + "|";
         return all;
     };
-    CHECK_EQUAL(text("a_*.bin"), std::string(" a_*.bin|"));
-    CHECK_EQUAL(text("web=a_*.bin,co-de.2=b:1"), std::string("web a_*.bin|co-de.2 b:1|"));
-    CHECK_EQUAL(text("lang\\=en/a\\,b"), std::string(" lang\\=en/a\\,b|"));
-    CHECK_EQUAL(text("x=lang=en,y=synthetic"), std::string("x lang=en|y synthetic|"));
+    CHECK_EQUAL(text("a_*.bin"), " a_*.bin|");
+    CHECK_EQUAL(text("web=a_*.bin,co-de.2=b:1"), "web a_*.bin|co-de.2 b:1|");
+    CHECK_EQUAL(text("lang\\=en/a\\,b"), " lang\\=en/a\\,b|");
+    CHECK_EQUAL(text("x=lang=en,y=synthetic"), "x lang=en|y synthetic|");
     for (const char* bad : {"/data/lang=en/a.bin", "=a", "a b=c", "x=a,/y=b"})
         CHECK_FAILS(2, "is no name, expected at most 32 letters", named_sets(bad, "--val-data"));
     for (const char* bad : {"", "x=", "x=a,", "x=a,,y=b"})
         CHECK_FAILS(2, "a pattern is empty", named_sets(bad, "--val-data"));
     CHECK_FAILS(2, "'b' has no name; of several sets each needs one", named_sets("x=a,b", "--val-data"));
     CHECK_FAILS(2, "the name 'x' is there twice", named_sets("x=a,x=b", "--val-data"));
-    CHECK_EQUAL(with_absolute_patterns("x=/a/../b,y=synthetic", true), std::string("x=/a/../b,y=synthetic"));
+    CHECK_EQUAL(with_absolute_patterns("x=/a/../b,y=synthetic", true), "x=/a/../b,y=synthetic");
 }
 
 // Every set's loss is what `eval` finds on that set alone; the first has the names of a single one.
@@ -222,7 +221,7 @@ PROGRAM_TEST(run_validates_on_several_sets) {
     const std::string sets = "web=" + a + ",code=" + b + ",syn=synthetic";
     const Result r = train({{"out", out}, {"val-data", sets}, {"eval-batches", "1"}, {"tensorboard", "1"}});
     REQUIRE_GOOD(r);
-    CHECK(r.out.find("valid.: web: 1 shard, 961 tokens") != std::string::npos);
+    CHECK(holds(r.out, "valid.: web: 1 shard, 961 tokens"));
     const Result all = run({"eval", "--from", out, "--val-data", sets, "--eval-batches=2"});
     REQUIRE_GOOD(all);
     const auto alone = [&](const std::string& set) {
@@ -238,22 +237,22 @@ PROGRAM_TEST(run_validates_on_several_sets) {
         const std::string text = alone(c.pattern);
         REQUIRE(std::regex_search(text, found, std::regex("loss ([0-9.]+),")));
         const std::string loss = found[1];  // four decimals
-        CHECK(all.out.find(" on " + c.name + ", 128 tokens (2 of ") != std::string::npos);
+        CHECK(holds(all.out, " on " + c.name + ", 128 tokens (2 of "));
         CHECK(std::regex_search(all.out, std::regex(" on " + c.name + ", [^\n]*loss " + loss + ",")));
-        CHECK(r.out.find("step 0002 | val loss " + loss + " (" + c.name + ")") != std::string::npos);
+        CHECK(holds(r.out, "step 0002 | val loss " + loss + " (" + c.name + ")"));
         CHECK(std::regex_search(main_log, std::regex("s:2 tel" + c.suffix + ":[0-9.]+\n")));
         const std::vector<double> logs = logged(out, "val_loss" + c.suffix);
         CHECK(logs.size() == 2 && std::fabs(logs[1] - std::stod(loss)) <= 0.5e-4 + 0.5e-6);  // what was rounded off
-        CHECK(events.find("val/loss" + c.suffix) != std::string::npos);
-        CHECK(events.find("val/bits_per_byte" + c.suffix) != std::string::npos);
+        CHECK(holds(events, "val/loss" + c.suffix));
+        CHECK(holds(events, "val/bits_per_byte" + c.suffix));
     }
-    CHECK(json_log.find("\"val_set\":\"web\"") != std::string::npos);
+    CHECK(holds(json_log, "\"val_set\":\"web\""));
     const Result report = run({"report", "--from", out, "--html", folder.file("page.html")});
     REQUIRE_GOOD(report);
     const std::string page = read_file(folder.file("page.html")), terminal = run({"report", "--from", out}).out;
-    CHECK(page.find("\"sets\":[\"code\",\"syn\"]") != std::string::npos);
+    CHECK(holds(page, "\"sets\":[\"code\",\"syn\"]"));
     for (const char* row : {"validation loss, web ", "validation loss, code ", "validation loss, syn "})
-        CHECK(terminal.find(row) != std::string::npos);
+        CHECK(holds(terminal, row));
     CHECK_REFUSED(train({{"data", b}, {"val-data", sets}, {"out", folder.file("x")}}), 2, "validation loss would be");
     CHECK_REFUSED(train({{"data", b}, {"val-data", "x=" + a + ",y=synthetic"}, {"tokenizer", "gpt2"}}), 2,
                   "--val-data synthetic is bytes");

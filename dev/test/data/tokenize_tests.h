@@ -63,8 +63,8 @@ TEST(tokenize_one_document_is_cut_at_a_token) {
     f.input("a.txt", "0123456789abcdefghi");  // 20 tokens with end-of-text
     f.options.val_fraction = 0.25;
     tokenize_files(f.options);
-    CHECK_EQUAL(f.train(), std::string("|0123456789abcd"));
-    CHECK_EQUAL(f.val(), std::string("|efghi"));
+    CHECK_EQUAL(f.train(), "|0123456789abcd");
+    CHECK_EQUAL(f.val(), "|efghi");
     const std::string first = f.options.out;
     CHECK_FAILS(1, "x_train_000001.bin exists already", tokenize_files(f.options));
     std::remove((first + "_train_000001.bin").c_str());
@@ -73,7 +73,7 @@ TEST(tokenize_one_document_is_cut_at_a_token) {
     f.options.out = f.folder.file("shards/y[1]*");           // a prefix is no pattern
     f.options.val_fraction = 0, f.options.shard_tokens = 8;
     tokenize_files(f.options);
-    CHECK_EQUAL(f.train(3), std::string("|0123456789abcdefghi"));
+    CHECK_EQUAL(f.train(3), "|0123456789abcdefghi");
     CHECK_EQUAL(f.val(0), std::string());
     CHECK_FAILS(1, "train_000001.bin exists already", tokenize_files(f.options));
 }
@@ -93,7 +93,7 @@ TEST(tokenize_has_its_prefix_for_itself) {
     write_file(f.options.out + "_train_000001.bin.tmp", "half a shard");
     f.options.val_fraction = 0;
     tokenize_files(f.options);
-    CHECK_EQUAL(f.train(), std::string("|text"));
+    CHECK_EQUAL(f.train(), "|text");
     CHECK_EQUAL(glob_files(f.options.out + "*").size(), size_t(1));
     // Files of others stay as they are.
     f.options.out = f.folder.file("shards/y");
@@ -101,7 +101,7 @@ TEST(tokenize_has_its_prefix_for_itself) {
     CHECK_FAILS(1, "y.lock is no lock of this program", tokenize_files(f.options));
     std::remove((f.options.out + ".lock").c_str());
     tokenize_files(f.options);
-    CHECK_EQUAL(read_file(f.options.out + "_tokens.tmp"), std::string("theirs"));
+    CHECK_EQUAL(read_file(f.options.out + "_tokens.tmp"), "theirs");
 }
 
 TEST(tokenize_splits_documents_at_the_separator) {
@@ -110,8 +110,8 @@ TEST(tokenize_splits_documents_at_the_separator) {
                                                                          // the last separator
     f.options.split_documents = "\\n\\t--\\n";
     tokenize_files(f.options);
-    CHECK_EQUAL(f.train(), std::string("|one\\n|two"));
-    CHECK_EQUAL(f.val(), std::string("|three"));
+    CHECK_EQUAL(f.train(), "|one\\n|two");
+    CHECK_EQUAL(f.val(), "|three");
     CHECK_EQUAL(read_separator("a\\\\n\\0\\r"), std::string("a\\n\0\r", 5));
     CHECK_FAILS(2, "the backslash at byte 1 begins none", read_separator("a\\x"));
     CHECK_FAILS(2, "the backslash at byte 0 begins none", read_separator("\\"));
@@ -130,8 +130,8 @@ TEST(tokenize_reads_json_lines) {
         f.options.block_bytes = block_bytes;
         f.options.out = f.folder.file("x" + std::to_string(block_bytes));
         tokenize_files(f.options);
-        CHECK_EQUAL(f.train(), std::string("|a\"b\nc\xC3\xA9|\xF0\x9F\x98\x80|end"));
-        CHECK_EQUAL(f.val(), std::string("|text file"));
+        CHECK_EQUAL(f.train(), "|a\"b\nc\xC3\xA9|\xF0\x9F\x98\x80|end");
+        CHECK_EQUAL(f.val(), "|text file");
     }
 }
 
@@ -145,7 +145,7 @@ TEST(tokenize_passes_over_a_byte_order_mark) {
         f.options.in = {f.folder.file("a.txt"), f.folder.file("b.jsonl")};
         if (std::strlen(text) > 3) {
             tokenize_files(f.options);
-            CHECK_EQUAL(f.train() + f.val(), std::string("|one|two"));
+            CHECK_EQUAL(f.train() + f.val(), "|one|two");
         } else {
             f.options.out = f.folder.file("y");
             CHECK_FAILS(1, "byte 0: not valid JSON: found byte 0xef", tokenize_files(f.options));
@@ -212,12 +212,12 @@ TEST(tokenize_refuses_a_bad_line) {
         CHECK_FAILS(1, (second + ": line 2: byte 17: not valid JSON").c_str(), tokenize_files(f.options));
         f.options.in = {first};
         tokenize_files(f.options);
-        CHECK_EQUAL(f.train(), std::string("|one|four"));
+        CHECK_EQUAL(f.train(), "|one|four");
     }
     f.input("c.jsonl", "{\"text\": \"no\", \"body\": \"yes\"}\n");
     f.options.text_key = "body", f.options.out = f.folder.file("y");
     tokenize_files(f.options);
-    CHECK_EQUAL(f.train(), std::string("|yes"));
+    CHECK_EQUAL(f.train(), "|yes");
     f.options.text_key = "title", f.options.out = f.folder.file("z");
     CHECK_FAILS(1, "no key \"title\"", tokenize_files(f.options));
 }
@@ -239,11 +239,11 @@ TEST(tokenize_takes_folders_and_patterns) {
         return f.train();
     };
     const std::string in = f.folder.file("in");
-    CHECK_EQUAL(tokens({in}), std::string("|two|three|four|five|six"));
-    CHECK_EQUAL(tokens({in + "/"}), std::string("|two|three|four|five|six"));
-    CHECK_EQUAL(tokens({in + "/a.txt", in + "/d*"}), std::string("|four|five|six"));
-    CHECK_EQUAL(tokens({in + "/*.[tT]*"}), std::string("|two|four"));
-    CHECK_EQUAL(tokens({in + "/*"}), std::string("|two|three|four|five|six"));
+    CHECK_EQUAL(tokens({in}), "|two|three|four|five|six");
+    CHECK_EQUAL(tokens({in + "/"}), "|two|three|four|five|six");
+    CHECK_EQUAL(tokens({in + "/a.txt", in + "/d*"}), "|four|five|six");
+    CHECK_EQUAL(tokens({in + "/*.[tT]*"}), "|two|four");
+    CHECK_EQUAL(tokens({in + "/*"}), "|two|three|four|five|six");
     CHECK_EQUAL(TextInputs({in}, "tokenize").passed_over.size(), 3u);  // README.md, Atxt, deep/up
     f.options.in = {f.folder.file("none")}, f.options.out = f.folder.file("refused");
     CHECK_FAILS(2, "no file in this folder or below ends in .txt or .jsonl", tokenize_files(f.options));
@@ -251,8 +251,8 @@ TEST(tokenize_takes_folders_and_patterns) {
     CHECK_FAILS(2, "twice", tokenize_files(f.options));
     f.options.in = {in + "/*.csv"};
     CHECK_FAILS(1, "no file matches this pattern", tokenize_files(f.options));
-    CHECK_EQUAL(tokens({in + "/*.md"}), std::string("|no"));  // named, it is text
-    CHECK_EQUAL(tokens({in + "/README.md"}), std::string("|no"));
+    CHECK_EQUAL(tokens({in + "/*.md"}), "|no");  // named, it is text
+    CHECK_EQUAL(tokens({in + "/README.md"}), "|no");
     f.options.out = f.folder.file("refused"), f.options.in = {in + "/A*"};
     CHECK_FAILS(1, "no file among them ends in .txt", tokenize_files(f.options));
     f.options.in = {"-", "-"};
@@ -311,7 +311,7 @@ TEST(tokenize_passes_over_what_is_bad) {
         CHECK_FAILS(1, words, tokenize_files(f.options));
         f.options.in = {in}, f.options.skip_bad = true;
         tokenize_files(f.options);
-        CHECK_EQUAL(f.train(), std::string("|one"));
+        CHECK_EQUAL(f.train(), "|one");
         CHECK_EQUAL(TextInputs({in, f.folder.file("none.txt")}, "tokenize", true).bad.size(), 2u);
     }
     f.input("l.jsonl", "{\"text\": \"two\"}\n{\"text\": 2}\n\xFF\n{}\n{\"text\": \"three\"}\n[");
@@ -321,7 +321,7 @@ TEST(tokenize_passes_over_what_is_bad) {
                 4u);
     f.options.out = f.folder.file("lines");
     tokenize_files(f.options);
-    CHECK_EQUAL(f.train(), std::string("|two|three"));
+    CHECK_EQUAL(f.train(), "|two|three");
     f.options.skip_bad = false, f.options.out = f.folder.file("refused");
     CHECK_FAILS(1, "line 2", tokenize_files(f.options));
     CHECK_FAILS(1, "; --skip-bad passes over such lines", tokenize_files(f.options));
@@ -394,18 +394,18 @@ TEST(validation_takes_the_nearest_number_of_documents) {
     };
     const std::vector<uint64_t> documents = {0, 10, 50, 60, 90};  // of 100 tokens
     CHECK_EQUAL(taken(documents, 0), std::string());
-    CHECK_EQUAL(taken(documents, 1), std::string(" 0-10 10-50 50-60 60-90 90-100"));
-    CHECK_EQUAL(taken(documents, 0.01), std::string(" cut 99-100"));  // ten times what was asked for is too much
-    CHECK_EQUAL(taken(documents, 0.1), std::string(" 90-100"));
-    CHECK_EQUAL(taken(documents, 0.24), std::string(" cut 76-90 90-100"));
-    CHECK_EQUAL(taken(documents, 0.26), std::string(" 60-90 90-100"));
-    CHECK_EQUAL(taken(documents, 0.5), std::string(" 50-60 60-90 90-100"));
-    CHECK_EQUAL(taken(documents, 0.6), std::string(" 50-60 60-90 90-100"));
-    CHECK_EQUAL(taken(documents, 0.99), std::string(" 10-50 50-60 60-90 90-100"));  // something is left for training
-    CHECK_EQUAL(taken(documents, 0.001), std::string(" 90-100"));
+    CHECK_EQUAL(taken(documents, 1), " 0-10 10-50 50-60 60-90 90-100");
+    CHECK_EQUAL(taken(documents, 0.01), " cut 99-100");  // ten times what was asked for is too much
+    CHECK_EQUAL(taken(documents, 0.1), " 90-100");
+    CHECK_EQUAL(taken(documents, 0.24), " cut 76-90 90-100");
+    CHECK_EQUAL(taken(documents, 0.26), " 60-90 90-100");
+    CHECK_EQUAL(taken(documents, 0.5), " 50-60 60-90 90-100");
+    CHECK_EQUAL(taken(documents, 0.6), " 50-60 60-90 90-100");
+    CHECK_EQUAL(taken(documents, 0.99), " 10-50 50-60 60-90 90-100");  // something is left for training
+    CHECK_EQUAL(taken(documents, 0.001), " 90-100");
     CHECK_EQUAL(taken({0}, 0.001), std::string());
-    CHECK_EQUAL(taken({0, 50}, 0.24), std::string(" cut 76-100"));
-    CHECK_EQUAL(taken({0, 50}, 0.3), std::string(" 50-100"));
+    CHECK_EQUAL(taken({0, 50}, 0.24), " cut 76-100");
+    CHECK_EQUAL(taken({0, 50}, 0.3), " 50-100");
     for (const double fraction : {0.01, 0.5, 0.99})
         CHECK_EQUAL(taken({0}, fraction), format_text(" cut %d-100", int(std::lround(100 - 100 * fraction))));
 }

@@ -306,7 +306,7 @@ TEST(json_values_and_order) {
         parse_json(" {\"z\": [1, -2.5e1, true, false, null, \"x\"], \"a\": {\"\": {}}, \"empty\": [] }\r\n", "here");
     CHECK_EQUAL(j.kind, Json::Object);
     REQUIRE(j.keys.size() == 3);
-    CHECK_EQUAL(j.keys[0] + j.keys[1] + j.keys[2], std::string("zaempty"));
+    CHECK_EQUAL(j.keys[0] + j.keys[1] + j.keys[2], "zaempty");
     const std::vector<Json>& z = j.array("z", "here");
     REQUIRE(z.size() == 6);
     CHECK_EQUAL(z[0].integer("here"), int64_t(1));
@@ -315,7 +315,7 @@ TEST(json_values_and_order) {
     CHECK_EQUAL(z[2].kind, Json::Bool);
     CHECK_EQUAL(z[3].kind, Json::Bool);
     CHECK(z[2].is_true && !z[3].is_true && z[4].kind == Json::Null);
-    CHECK_EQUAL(z[5].string("here"), std::string("x"));
+    CHECK_EQUAL(z[5].string("here"), "x");
     CHECK_EQUAL(z[1].offset, uint64_t(11));
     CHECK(j.find("a")->find("") && !j.find("b") && j.array("empty", "here").empty());
     CHECK_EQUAL(parse_json("9223372036854775807", "x").integer("x"), INT64_MAX);
@@ -389,19 +389,19 @@ TEST(json_is_written_as_it_is_read) {
     CHECK_EQUAL(parse_json(spaced, "spaced").to_text(), spaced);
     CHECK_EQUAL(all.number("third", "all"), 0.333);  // the number that a reader finds
     const Json inner = all.get("inner", "all");
-    CHECK_EQUAL(inner.to_text(Json::COMPACT), std::string("{\"a\":1,\"b\":0.5}"));
-    CHECK_EQUAL(inner.to_text(Json::LINES), std::string("{\"a\": 1,\n \"b\": 0.5}"));
-    CHECK_EQUAL(Json("x\xFF", true).to_text(), std::string("\"x\\udcff\""));
+    CHECK_EQUAL(inner.to_text(Json::COMPACT), "{\"a\":1,\"b\":0.5}");
+    CHECK_EQUAL(inner.to_text(Json::LINES), "{\"a\": 1,\n \"b\": 0.5}");
+    CHECK_EQUAL(Json("x\xFF", true).to_text(), "\"x\\udcff\"");
 }
 
 TEST(json_quote_is_always_valid) {
-    CHECK_EQUAL(json_quote("a\"b\\c\n\x01\xC3\xA9"), std::string("\"a\\\"b\\\\c\\n\\u0001\xC3\xA9\""));
-    CHECK_EQUAL(json_quote("x\xFFy\xE2\x80"), std::string("\"x\xEF\xBF\xBDy\xEF\xBF\xBD\xEF\xBF\xBD\""));
+    CHECK_EQUAL(json_quote("a\"b\\c\n\x01\xC3\xA9"), "\"a\\\"b\\\\c\\n\\u0001\xC3\xA9\"");
+    CHECK_EQUAL(json_quote("x\xFFy\xE2\x80"), "\"x\xEF\xBF\xBDy\xEF\xBF\xBD\xEF\xBF\xBD\"");
     RandomText random(1);
     for (int i = 0; i < 2000; i++) {
         const std::string text = i % 2 ? random.bytes(random.below(12)) : random.of(tricky_text(), random.below(12));
         const std::string back = parse_json(json_quote(text), "quoted").text;
-        if (back != text) CHECK(back.find("\xEF\xBF\xBD") != std::string::npos);  // only what is no UTF-8 is replaced
+        if (back != text) CHECK(holds(back, "\xEF\xBF\xBD"));  // only what is no UTF-8 is replaced
         CHECK_EQUAL(parse_json(json_quote(back), "quoted").text, back);
     }
 }
@@ -621,12 +621,12 @@ TEST(encode_round_trips_every_byte_sequence) {
         for (int i = 0; i < 20000; i++)
             check(i % 2 ? random.bytes(3 + random.below(6)) : random.of(tricky_text(), 3 + random.below(6)));
     }
-    CHECK_EQUAL(show_ids(bytes.encode(std::string("a\0\xFF", 3))), std::string("97 0 255 (3)"));
+    CHECK_EQUAL(show_ids(bytes.encode(std::string("a\0\xFF", 3))), "97 0 255 (3)");
     CHECK_EQUAL(bytes.vocab_size(), 256);
     CHECK_EQUAL(bytes.token_bytes(0), size_t(0));
     CHECK_EQUAL(bytes.token_bytes(65), size_t(1));
     CHECK_EQUAL(small.token_bytes(326), size_t(0));
-    CHECK_EQUAL(small.decode({326}), std::string("<|endoftext|>"));
+    CHECK_EQUAL(small.decode({326}), "<|endoftext|>");
     CHECK_FAILS(1, "token 327 is not in the vocabulary of 327 tokens", small.decode({327}));
     std::string out;
     CHECK_FAILS(1, "token -1 is not in", bytes.decode_append(-1, out));
@@ -673,7 +673,7 @@ TEST(vocabulary_formats_agree) {
         CHECK(t.tokens == first.tokens);
         CHECK_EQUAL(t.end_of_text, first.end_of_text);
         CHECK(t.encode(text) == first.encode(text));
-        CHECK(t.describe().find(folder->path) != std::string::npos);
+        CHECK(holds(t.describe(), folder->path));
     }
     CHECK_FAILS(2, "--tokenizer words: expected gpt2 or bytes", Tokenizer::open("words", ""));
     CHECK_FAILS(2, "needs --vocab-dir", Tokenizer::open("gpt2", ""));
@@ -808,8 +808,7 @@ TEST(gpt2_encodes_fineweb_edu_exactly) {
             break;
         }
     CHECK(tokenizer.decode(found) == text);
-    CHECK_EQUAL(show_ids(tokenizer.encode("Hello world<|endoftext|>")),
-                std::string("15496 995 27 91 437 1659 5239 91 29 (9)"));
+    CHECK_EQUAL(show_ids(tokenizer.encode("Hello world<|endoftext|>")), "15496 995 27 91 437 1659 5239 91 29 (9)");
     CHECK_EQUAL(tokenizer.end_of_text, uint16_t(50256));
     for (const std::string run : {"a", " ", "!", "\xE3\x80\x80"}) {
         std::string megabyte;

@@ -328,13 +328,12 @@ TEST(checkpoint_newest_intact_is_taken) {
                 crc32c(0, bad.data(), 1000), crc32c(0, bytes.data(), 1000)));
     CHECK_EQUAL(lines[1], run + "/step_00000100 is damaged: " + run +
                               "/step_00000100/manifest.json is missing; taking the one before");
-    CHECK(lines[2].find("/step_00000050 is damaged: ") != std::string::npos);
+    CHECK(holds(lines[2], "/step_00000050 is damaged: "));
     for (int64_t step : {0, 3, 20}) write_file(checkpoint_folder(run, step) + "/config.json", "{}");
     lines.clear();
     CHECK_EQUAL(newest_intact_checkpoint(run, into(lines)).folder, "");
     CHECK_EQUAL(lines.size(), size_t(6));
-    CHECK(lines.back().find("step_00000000 is damaged: ") != std::string::npos &&
-          lines.back().find("there is none before it") != std::string::npos);
+    CHECK(holds(lines.back(), "step_00000000 is damaged: ", "there is none before it"));
 }
 
 TEST(checkpoint_begin_and_commit) {
@@ -417,7 +416,7 @@ TEST(checkpoint_retention_against_an_oracle) {
         Lines lines;
         remove_old_checkpoints(folder.path, keep, keep_every, into(lines));
         CHECK_EQUAL(joined(names_in(folder.path)), joined(expected));
-        for (const std::string& line : lines) CHECK(line.find(" is damaged: ") != std::string::npos);
+        for (const std::string& line : lines) CHECK(holds(line, " is damaged: "));
     }
 }
 
@@ -433,8 +432,7 @@ TEST(checkpoint_failing_deletes_are_complaints) {
     remove_old_checkpoints(run, 1, 0, into(lines));
     REQUIRE(lines.size() == 2);
     for (const std::string& line : lines)
-        CHECK(line.find("cannot ") == 0 && line.find(std::strerror(ENAMETOOLONG)) != std::string::npos &&
-              line.find('\n') == std::string::npos);
+        CHECK(line.find("cannot ") == 0 && holds(line, std::strerror(ENAMETOOLONG)) && !holds(line, '\n'));
     // 2 has lost its name before its files, 3 could not and is whole, 1 and 4 are gone.
     CHECK_EQUAL(joined(names_in(run)), "step_00000002.removing step_00000003 step_00000003.removing step_00000005");
     CHECK(is_intact(run + "/step_00000003"));
@@ -532,7 +530,7 @@ TEST(checkpoint_in_a_folder_that_may_not_be_written) {
     abandon_checkpoint(folder.path, 3, into(lines));
     if (user == 0) CHECK(seteuid(0) == 0);
     CHECK_EQUAL(lines.size(), size_t(3));
-    for (const std::string& line : lines) CHECK(line.find(denied) != std::string::npos);
+    for (const std::string& line : lines) CHECK(holds(line, denied));
     for (const std::string& path : {folder.path, writing, folder.path + "/step_00000001"})
         CHECK(chmod(path.c_str(), 0777) == 0);
     CHECK_EQUAL(newest_intact_checkpoint(folder.path, no_complaint()).folder, folder.path + "/step_00000002");
@@ -584,7 +582,7 @@ TEST(background_task) {
     CHECK(!task.error().empty());
     task.start([] { throw std::bad_alloc(); });
     task.wait();
-    CHECK(task.error().find("out of memory") != std::string::npos);
+    CHECK(holds(task.error(), "out of memory"));
     task.start([] {});
     task.wait();
     CHECK_EQUAL(task.error(), "");

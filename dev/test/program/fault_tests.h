@@ -22,8 +22,7 @@ PROGRAM_TEST(ranks_that_differ_are_found_at_the_start) {
         }
         const Result r = execute(words);
         CHECK(r.status != 0 && r.status != 1000 && r.seconds < 20);
-        CHECK(r.err.find("rank 1 on " + host_name() + " has '") != std::string::npos &&
-              r.err.find(what) != std::string::npos);
+        CHECK(holds(r.err, "rank 1 on " + host_name() + " has '", what));
         size_t own_lines = 0;  // MPI adds its own
         for (const std::string& line : lines_of(r.err)) own_lines += line.compare(0, 9, "train_nsa") == 0;
         CHECK_EQUAL(own_lines, 1u);
@@ -86,7 +85,7 @@ PROGRAM_TEST(a_rank_of_eval_that_stops_ends_all) {
     const Result r = program.end(30);
     kill(victim, SIGKILL);
     CHECK(r.status != 0 && r.status != 1000);
-    CHECK(r.err.find("rank 0 on " + host_name() + ", CPU has waited") != std::string::npos);
+    CHECK(holds(r.err, "rank 0 on " + host_name() + ", CPU has waited"));
 }
 
 // A disk that takes longer over an fsync than --stall-timeout ends no run: not by rank 0, which writes, nor by rank 1,
@@ -104,7 +103,7 @@ PROGRAM_TEST(a_slow_fsync_is_no_stall) {
     const Result r = execute(joined({mpirun, "-np", "2", path()}, small_words(ranks_options(options))), start);
     REQUIRE_GOOD(r);
     CHECK(r.seconds > 3 && file_exists(log) && read_file(log).find("slow_fsync") == 0);
-    CHECK(r.out.find("step 0004 | loss") != std::string::npos && file_exists(out + "/step_00000004/manifest.json"));
+    CHECK(holds(r.out, "step 0004 | loss") && file_exists(out + "/step_00000004/manifest.json"));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -126,7 +125,7 @@ PROGRAM_TEST(stop_by_signal_and_by_halt_file) {
         else write_file(out + "/halt", "");
         const Result r = program.end(60);
         CHECK_EQUAL(r.status, c.status);
-        CHECK(r.err.empty() && r.out.find("--resume goes on") != std::string::npos && !file_exists(out + "/halt"));
+        CHECK(r.err.empty() && holds(r.out, "--resume goes on") && !file_exists(out + "/halt"));
         const std::string checkpoint = newest_checkpoint(out).folder;
         REQUIRE(!checkpoint.empty());
         const int64_t step = read_manifest(checkpoint).step;
@@ -223,7 +222,7 @@ PROGRAM_TEST(stop_second_signal_after_a_pause_leaves_at_once) {
     kill(program.launcher, SIGTERM);
     const Result r = program.end(5);
     CHECK_EQUAL(r.status, 128 + SIGTERM);
-    CHECK(r.out.find("SIGTERM") != std::string::npos && r.err.find("SIGTERM") != std::string::npos);
+    CHECK(holds(r.out, "SIGTERM") && holds(r.err, "SIGTERM"));
     CHECK(newest_checkpoint(folder.file("run")).folder.empty());
 }
 
@@ -302,9 +301,8 @@ PROGRAM_TEST(checkpoints_fall_back_to_the_newest_intact) {
     again["resume"] = "on";
     const Result r = train(again);
     CHECK_EQUAL(r.status, 0);
-    CHECK(r.err.find("step_00000009 is damaged: ") != std::string::npos &&
-          r.err.find("checksum") != std::string::npos && r.err.find("step_00000006 is damaged: ") != std::string::npos);
-    CHECK(r.out.find("step_00000003, step 3\n") != std::string::npos);
+    CHECK(holds(r.err, "step_00000009 is damaged: ", "checksum", "step_00000006 is damaged: "));
+    CHECK(holds(r.out, "step_00000003, step 3\n"));
     CHECK_EQUAL(losses_of(out), log);
     CHECK(read_file(out + "/step_00000009/model.safetensors") == model);
     // None is intact: that is no reason to begin again over it.
@@ -312,7 +310,7 @@ PROGRAM_TEST(checkpoints_fall_back_to_the_newest_intact) {
     const Result none = train(again);
     CHECK_REFUSED(none, 1, "no checkpoint under " + out + " is intact", "step_00000009", "config.json",
                   "without --resume");
-    CHECK(none.err.find("taking the one before") == std::string::npos);
+    CHECK(!holds(none.err, "taking the one before"));
     CHECK(read_file(out + "/step_00000009/model.safetensors") == model);
 }
 
@@ -328,8 +326,7 @@ PROGRAM_TEST(run_whose_folder_is_removed_ends_with_an_error) {
     for (const std::string fate : {"removed", "moved", "replaced"}) {
         const std::string out = folder.file(fate);
         std::thread other([&] {
-            while (!file_exists(out + "/main.log") || read_file(out + "/main.log").find("s:20 ") == std::string::npos)
-                usleep(1000);
+            while (!file_exists(out + "/main.log") || !holds(read_file(out + "/main.log"), "s:20 ")) usleep(1000);
             rename_path(out, out + ".1");
             if (fate == "removed") remove_tree(out + ".1");
             if (fate == "replaced") make_folders(out);
@@ -354,7 +351,7 @@ PROGRAM_TEST(checkpoints_that_fail_do_not_stop_the_run) {
     for (const char* words :
          {"checkpoint of step 2 failed", "checkpoint of step 3 failed", "the last checkpoint could not be written",
           "File too large", "training goes on", "step_00000001"})
-        CHECK(r.err.find(words) != std::string::npos);
+        CHECK(holds(r.err, words));
     CHECK_EQUAL(logged(out, "loss").size(), 4u);
     CHECK_EQUAL(glob_files(out + "/step_*").size(), 1u);
 }
@@ -378,7 +375,7 @@ PROGRAM_TEST(bad_numbers_end_the_run_with_the_batch_on_disk) {
     CHECK_EQUAL(lines_of(bad.err).size(), 5u);
     for (const char* words : {"step 3: ", "no checkpoint at step 3", "step 4: ", "first tensor: gradient of ",
                               "3 in a row", "step_00000002"})
-        CHECK(bad.err.find(words) != std::string::npos);
+        CHECK(holds(bad.err, words));
     CHECK(!file_exists(out + "/step_00000003"));  // --save-every 1 is inherited
     const std::string file = out + "/bad_step_00000003_rank0.json";
     REQUIRE(file_exists(file));

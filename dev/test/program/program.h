@@ -157,8 +157,7 @@ inline Result execute(const Words& words, const Start& start = {}) {
             else if (n == 0 || errno != EINTR) close(streams[i].fd), streams[i].fd = -1;
         }
         late = seconds_now() - begin > start.seconds;
-        if (!killed &&
-            (late || (!start.kill_after.empty() && result.out.find(start.kill_after) != std::string::npos))) {
+        if (!killed && (late || (!start.kill_after.empty() && holds(result.out, start.kill_after)))) {
             kill(-child, SIGKILL);  // the group: its own children too
             killed = true;
         }
@@ -201,9 +200,7 @@ inline Options small(const Options& more = {}) {
     }
     const std::string attention = options.count("attention") ? options["attention"] : "nsa";
     for (const char* of_nsa : {"cmp-block", "cmp-stride", "slc-block", "slc-count", "window", "phi-hidden"})
-        if (attention.find("nsa") == std::string::npos && attention.find(of_nsa) == std::string::npos &&
-            !more.count(of_nsa))
-            options.erase(of_nsa);
+        if (!holds(attention, "nsa") && !holds(attention, of_nsa) && !more.count(of_nsa)) options.erase(of_nsa);
     return options;
 }
 inline Words small_words(const Options& more = {}) { return words_of(small(more)); }
@@ -219,7 +216,7 @@ inline std::string refusal_fault(const Result& r, int status, const Words& expec
         std::count(r.err.begin(), r.err.end(), '\n') != 1)
         fault += "not one line of error; ";
     for (const std::string& word : expected)
-        if (r.err.find(word) == std::string::npos) fault += "'" + word + "' is missing; ";
+        if (!holds(r.err, word)) fault += "'" + word + "' is missing; ";
     return fault.empty() ? "" : fault + "stderr: '" + r.err + "'";
 }
 
@@ -562,7 +559,7 @@ struct Running {
     // Until stdout holds the words.
     bool reaches(const std::string& words, double seconds = 30) {
         for (const double end = seconds_now() + seconds; seconds_now() < end; usleep(10000))
-            if (file_exists(out_file) && read_file(out_file).find(words) != std::string::npos) return true;
+            if (file_exists(out_file) && holds(read_file(out_file), words)) return true;
         return false;
     }
     // The process of this rank, by the file it keeps open or mapped.
@@ -575,7 +572,7 @@ struct Running {
                 if (std::filesystem::read_symlink(fd.path(), error) == file) return pid_t(std::stol(name));
             std::ifstream mapped(entry.path() / "maps");
             for (std::string line; std::getline(mapped, line);)
-                if (line.find(file) != std::string::npos) return pid_t(std::stol(name));
+                if (holds(line, file)) return pid_t(std::stol(name));
         }
         fail("no process keeps %s open", file.c_str());
     }

@@ -171,7 +171,7 @@ TEST(refusals_of_options_that_do_not_go_together) {
         {"sample --from @/full --device cuda", 2, {"--device cuda"}},
         {"eval --from @/full --val-data synthetic --device cuda", 2, {"--device cuda"}},
     });
-    CHECK_EQUAL(read_file(scene.file("notes.txt")), std::string("mine"));
+    CHECK_EQUAL(read_file(scene.file("notes.txt")), "mine");
     CHECK(!file_exists(scene.file("state")));
 }
 

@@ -60,8 +60,6 @@ inline std::string value_of(const std::vector<ReportRow>& rows, const std::strin
     return "no such row";
 }
 
-inline bool holds(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
-
 const std::string DATA_BEGIN = "<script type=\"application/json\" id=\"data\">";
 
 // What a page has of the runs, and the page around it.
@@ -148,7 +146,7 @@ TEST(report_reads_a_run_that_was_resumed) {
     CHECK_EQUAL(run.starts.back().at.tokens, 200.0);
     CHECK_EQUAL(run.skipped.size(), size_t(1));
     CHECK_EQUAL(run.skipped[0].step, 3.0);
-    CHECK_EQUAL(run.sample, std::string("Once <upon> a & time"));
+    CHECK_EQUAL(run.sample, "Once <upon> a & time");
     CHECK_EQUAL(run.layers(), size_t(2));
     CHECK_EQUAL(last_value(run.series("gate_slc/layer_1")), 0.5);
     CHECK_EQUAL(last_value(run.series("importance_selected/layer_0")), 0.9);
@@ -156,25 +154,25 @@ TEST(report_reads_a_run_that_was_resumed) {
     CHECK_NEAR(run.hours * 3600, 11, 1e-9);
     CHECK_NEAR(run.series("val_loss")[1].hours * 3600, 4, 1e-9);
     const std::vector<ReportRow> rows = list_numbers({run}, 5000);
-    CHECK_EQUAL(value_of(rows, "validation loss"), std::string("2.6789"));
-    CHECK_EQUAL(value_of(rows, "lowest"), std::string("2.6789, step 4"));
-    CHECK_EQUAL(value_of(rows, "training loss"), std::string("2.5000"));
-    CHECK_EQUAL(value_of(rows, "tokens/s"), std::string("300"));  // the upper median of 100, 200, 300, 400
-    CHECK_EQUAL(value_of(rows, "MFU"), std::string("45.0 %"));    // 300 x 3e6 of 2 x 1e9
-    CHECK_EQUAL(value_of(rows, "memory"), std::string("54 MiB"));
-    CHECK_EQUAL(value_of(rows, "skipped"), std::string("1"));
-    CHECK_EQUAL(value_of(rows, "resumes"), std::string("1"));
-    CHECK_EQUAL(value_of(rows, "HellaSwag"), std::string("no such row"));
+    CHECK_EQUAL(value_of(rows, "validation loss"), "2.6789");
+    CHECK_EQUAL(value_of(rows, "lowest"), "2.6789, step 4");
+    CHECK_EQUAL(value_of(rows, "training loss"), "2.5000");
+    CHECK_EQUAL(value_of(rows, "tokens/s"), "300");  // the upper median of 100, 200, 300, 400
+    CHECK_EQUAL(value_of(rows, "MFU"), "45.0 %");    // 300 x 3e6 of 2 x 1e9
+    CHECK_EQUAL(value_of(rows, "memory"), "54 MiB");
+    CHECK_EQUAL(value_of(rows, "skipped"), "1");
+    CHECK_EQUAL(value_of(rows, "resumes"), "1");
+    CHECK_EQUAL(value_of(rows, "HellaSwag"), "no such row");
     const RunHistory choices = history(
         folder, "choices", resumed_run() + line_begin(4, 4612) + ",\"hellaswag\":0.271,\"hellaswag_plain\":0.3}\n");
-    CHECK_EQUAL(value_of(list_numbers({choices}, 5000), "HellaSwag"), std::string("0.2710"));
+    CHECK_EQUAL(value_of(list_numbers({choices}, 5000), "HellaSwag"), "0.2710");
     CHECK_EQUAL(choices.series("hellaswag")[0].tokens, 400.0);
     // Recall of the built-in corpus, beside what guessing costs: ln 26.
     const std::vector<RunHistory> recall = {
         history(folder, "recall",
                 resumed_run() + line_begin(4, 4612) + ",\"val_loss\":2.5,\"val_tokens\":64,\"recall_loss\":0.625}\n")};
-    CHECK_EQUAL(value_of(rows, "recall loss"), std::string("no such row"));
-    CHECK_EQUAL(value_of(list_numbers(recall, 5000), "recall loss"), std::string("0.6250"));
+    CHECK_EQUAL(value_of(rows, "recall loss"), "no such row");
+    CHECK_EQUAL(value_of(list_numbers(recall, 5000), "recall loss"), "0.6250");
 }
 
 // A clock that somebody sets is no time at work: each line has the count of another one.
@@ -198,7 +196,7 @@ TEST(report_counts_no_leap_of_the_clock) {
 TEST(report_page_runs_no_script_of_the_log) {
     using namespace report_log;
     const TempFolder folder;
-    CHECK_EQUAL(sha256_base64("abc"), std::string("ungWv48Bz+pBQUDeXa4iI7ADYaOWF3qctBD/YfIAFa0="));
+    CHECK_EQUAL(sha256_base64("abc"), "ungWv48Bz+pBQUDeXa4iI7ADYaOWF3qctBD/YfIAFa0=");
     const std::string evil = "<img src=x onerror=alert(1)>",
                       quoted = json_quote("'\"><script>alert(2)</script>" + evil);
     const std::string name = quoted.substr(1, quoted.size() - 2);
@@ -214,7 +212,7 @@ TEST(report_page_runs_no_script_of_the_log) {
     std::vector<RunHistory> runs = {history(
         folder, "run", log, "{\"program\": \"train_nsa\", \"model\": " + quoted + ", " + quoted + ": " + quoted + "}")};
     CHECK_EQUAL(runs[0].unreadable, size_t(4));
-    CHECK_EQUAL(runs[0].val_set, std::string("good"));
+    CHECK_EQUAL(runs[0].val_set, "good");
     const std::string source = read_file("lib/report/html/report.html");
     for (size_t n : {1, 2}) {
         runs.resize(n, runs[0]);
@@ -275,7 +273,7 @@ TEST(report_reads_logs_that_end_anywhere) {
     const Json page = parse_page(make_report_page(bare, 20));
     CHECK_EQUAL(points_in(page, 0, "loss").size(), size_t(1));
     CHECK_EQUAL(page.array("runs", "page")[0].integer("layers", "page"), int64_t(0));
-    CHECK_EQUAL(value_of(list_numbers(bare, 20), "MFU"), std::string("n/a"));
+    CHECK_EQUAL(value_of(list_numbers(bare, 20), "MFU"), "n/a");
     CHECK_FAILS(1, "none of its lines", history(folder, "empty", ""));
     CHECK_FAILS(1, "the last is torn", history(folder, "empty", "{\"step\":1,\"t"));
     CHECK_FAILS(1, "none of its lines", history(folder, "empty", "[1]\n3\nnull\n{}\n\n"));
@@ -285,10 +283,10 @@ TEST(report_tells_finished_running_and_ended_runs_apart) {
     using namespace report_log;
     const TempFolder folder;
     const RunHistory done = history(folder, "done", resumed_run());
-    CHECK_EQUAL(describe_state(done, 4611), std::string("finished, step 4 of 4"));
+    CHECK_EQUAL(describe_state(done, 4611), "finished, step 4 of 4");
     const RunHistory half = history(folder, "half", start(0, 1000) + training(2, 1010, "5", 1));
-    CHECK_EQUAL(describe_state(half, 1030), std::string("running, step 2 of 4"));
-    CHECK_EQUAL(describe_state(half, 1100), std::string("ended early, step 2 of 4"));
+    CHECK_EQUAL(describe_state(half, 1030), "running, step 2 of 4");
+    CHECK_EQUAL(describe_state(half, 1100), "ended early, step 2 of 4");
     for (const double now : {1030, 1100}) CHECK(holds(make_report_page({half}, now), "http-equiv=\"refresh\""));
     CHECK(holds(make_report_page({done, half}, 4611), "http-equiv=\"refresh\""));
     CHECK(!holds(make_report_page({done}, 4611), "http-equiv=\"refresh\""));
@@ -306,9 +304,9 @@ TEST(report_page_holds_the_numbers_of_the_log) {
     CHECK(points_in(page, 0, "gate_cmp/layer_1") == (Points{{100, 0.4}, {200, 0.4}, {300, 0.4}, {400, 0.4}}));
     CHECK_EQUAL(run.array("values", "page").size(), page.array("names", "page").size());
     CHECK_EQUAL(run.string("sample", "page"), runs[0].sample);
-    CHECK_EQUAL(run.get("options", "page").string("lr", "page"), std::string("0.001"));
+    CHECK_EQUAL(run.get("options", "page").string("lr", "page"), "0.001");
     CHECK_EQUAL(run.array("starts", "page")[1].integer("step", "page"), int64_t(2));
-    CHECK_EQUAL(run.array("starts", "page")[1].string("version", "page"), std::string("1.2-abc"));
+    CHECK_EQUAL(run.array("starts", "page")[1].string("version", "page"), "1.2-abc");
     CHECK_EQUAL(run.array("skipped", "page")[0].items[0].integer("page"), int64_t(3));
     // Nothing comes from elsewhere. The name of SVG's elements is no address.
     const std::string frame = std::regex_replace(frame_of_page(html), std::regex("http://www.w3.org/2000/svg"), "");
@@ -327,8 +325,8 @@ TEST(report_shows_losses_that_are_not_finite_as_gaps) {
     const auto losses = points_in(parse_page(page), 0, "loss");
     REQUIRE(losses.size() == 3);
     CHECK(losses[0].second == 5 && std::isnan(losses[1].second) && losses[2].second == 4);
-    CHECK_EQUAL(value_of(list_numbers(runs, 5000), "validation loss"), std::string("n/a"));
-    CHECK_EQUAL(value_of(list_numbers(runs, 5000), "lowest"), std::string("5.0000, step 0"));
+    CHECK_EQUAL(value_of(list_numbers(runs, 5000), "validation loss"), "n/a");
+    CHECK_EQUAL(value_of(list_numbers(runs, 5000), "lowest"), "5.0000, step 0");
     for (const std::string& found : {data_of_page(page), text}) CHECK(!holds(found, "nan") && !holds(found, "inf"));
     // None at all.
     const std::vector<RunHistory> bad = {history(folder, "bad", training(1, 1002, "null", 100, true))};
@@ -346,7 +344,7 @@ TEST(report_lays_several_runs_over_each_other) {
     REQUIRE(page.array("runs", "page").size() == 2);
     CHECK_EQUAL(page.array("runs", "page")[1].string("folder", "page"), folder.file("b<i>&"));
     CHECK_EQUAL(points_in(page, 0, "val_loss").size(), size_t(3));
-    CHECK_EQUAL(page.array("runs", "page")[1].get("options", "page").string("lr", "page"), std::string("0.5"));
+    CHECK_EQUAL(page.array("runs", "page")[1].get("options", "page").string("lr", "page"), "0.5");
     // Layers are drawn as their mean: 0.1 and 0.4.
     CHECK_NEAR(points_in(page, 0, "gate_cmp").at(3).second, 0.25, 1e-7);  // of seven digits
     CHECK(points_in(page, 0, "gate_cmp/layer_1").empty());
@@ -359,7 +357,7 @@ TEST(report_lays_several_runs_over_each_other) {
     own.starts.push_back({{}, 0, parse_json("{\"vocab_size\": 8192}", "log")});
     CHECK(!reads_gpt2(own));
     const std::string text = make_report_text(runs, 5000, 60);
-    CHECK(holds(text, "a " + runs[0].folder) && holds(text, "b " + runs[1].folder));
+    CHECK(holds(text, "a " + runs[0].folder, "b " + runs[1].folder));
 }
 
 TEST(report_text_fits_the_terminal) {
@@ -380,8 +378,8 @@ TEST(report_ticks_are_round) {
     CHECK((round_ticks(0, 10, 5) == std::vector<double>{0, 2, 4, 6, 8, 10}));
     CHECK((round_ticks(0, 819200, 5) == std::vector<double>{0, 200000, 400000, 600000, 800000}));
     CHECK((round_ticks(-1.5, 2.5, 4) == std::vector<double>{-1, 0, 1, 2}));
-    CHECK_EQUAL(scaled_text(800000, 1e6, "%.10g"), std::string("0.8 M"));
-    CHECK_EQUAL(scaled_text(0.1 * 3, 0.4, "%.10g"), std::string("0.3"));
+    CHECK_EQUAL(scaled_text(800000, 1e6, "%.10g"), "0.8 M");
+    CHECK_EQUAL(scaled_text(0.1 * 3, 0.4, "%.10g"), "0.3");
 }
 
 // Of many points few are drawn, with every peak, in their order; a gap stays one.
@@ -419,7 +417,7 @@ TEST(report_refuses_what_is_no_run) {
     // Of several, those without a log are left out, with a warning.
     const Result rest = report({"--from", run_folder, "--from", plain});
     CHECK_EQUAL(rest.status, 0);
-    CHECK(rest.err.find("--from " + plain + " holds no log.jsonl and is left out") != std::string::npos);
+    CHECK(holds(rest.err, "--from " + plain + " holds no log.jsonl and is left out"));
     CHECK_EQUAL(report({"--from", plain, "--from", folder.file("checkpoint")}).status, 1);
     CHECK_REFUSED(report({"--from", run_folder + "/log.jsonl"}), 1, "is a file", "folder of a run");
     CHECK_REFUSED(report({"--from", folder.file("checkpoint")}), 1, "is a checkpoint", "folder of its run");
@@ -439,7 +437,7 @@ TEST(report_refuses_what_is_no_run) {
         REQUIRE_GOOD(report(joined(joined({"--from"}, runs), {"--html", page})));
     const Result on_terminal = report(joined({"--from"}, Words(60, run_folder)));
     REQUIRE_GOOD(on_terminal);
-    CHECK(on_terminal.out.find(" 7 " + run_folder) != std::string::npos);  // the 60th
+    CHECK(holds(on_terminal.out, " 7 " + run_folder));  // the 60th
     write_file(run_folder + "/run.json", "{");
     CHECK_REFUSED(report({"--from", run_folder}), 1, "run.json", "not valid JSON");
     REQUIRE_GOOD(report({"--help"}));
@@ -449,7 +447,6 @@ TEST(report_refuses_what_is_no_run) {
 // The command that a run ends with makes the page of that run, with its numbers, its sample and what it ran on.
 TEST(report_follows_the_run_that_names_it) {
     using namespace program;
-    using report_log::holds;
     const TempFolder folder;
     const std::string out = folder.file("run's");
     const Result trained = train({{"out", out}, {"steps", "3"}, {"eval-every", "1"}, {"sample-tokens", "20"}});
@@ -602,7 +599,7 @@ TEST(tensorboard_files_hold_what_the_log_holds) {
     CHECK_EQUAL(read_file(first[0]).substr(0, 13), head);
     const auto events = tensorboard_file::read(first[0]);
     REQUIRE(events.size() > 2);
-    CHECK_EQUAL(events[0].version, std::string("brain.Event:2"));
+    CHECK_EQUAL(events[0].version, "brain.Event:2");
     CHECK(events[1].start && events[1].step == 1);
     std::map<std::pair<int64_t, std::string>, float> scalars;
     for (const auto& event : events)

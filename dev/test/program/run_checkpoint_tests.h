@@ -114,7 +114,7 @@ PROGRAM_TEST(run_config_json_is_checked_field_by_field) {
             std::replace(option.begin(), option.end(), '_', '-');
             const std::string line = e.what();
             if (e.status != 1 || line.find(path) != 0 || line.find(path, 1) != std::string::npos ||
-                (line.find(key) == std::string::npos && line.find(option) == std::string::npos))
+                (!holds(line, key) && !holds(line, option)))
                 check_failed(__FILE__, __LINE__, "status %d, '%s': expected 1 and a line with %s", e.status, e.what(),
                              key.c_str());
         }
@@ -145,12 +145,11 @@ PROGRAM_TEST(run_config_json_is_checked_field_by_field) {
 PROGRAM_TEST(run_resume_without_checkpoint_says_so_and_starts) {
     const Result first = train({{"out", folder.file("run")}, {"resume", "on"}});
     REQUIRE_GOOD(first);
-    CHECK(first.out.find("nothing to resume under " + folder.file("run")) != std::string::npos);
-    CHECK(first.out.find("step 0001 |") != std::string::npos);
+    CHECK(holds(first.out, "nothing to resume under " + folder.file("run")));
+    CHECK(holds(first.out, "step 0001 |"));
     const Result again = train({{"out", folder.file("run")}, {"resume", "on"}});  // already finished
     REQUIRE_GOOD(again);
-    CHECK(again.out.find("nothing to resume") == std::string::npos &&
-          again.out.find("step 0001 |") == std::string::npos);
+    CHECK(!holds(again.out, "nothing to resume") && !holds(again.out, "step 0001 |"));
     CHECK(!file_exists(folder.file("run.1")));
 }
 
@@ -159,7 +158,7 @@ PROGRAM_TEST(run_earlier_run_is_moved_aside) {
     for (const char* seed : {"1", "2", "3"}) {
         const Result r = train({{"out", out}, {"seed", seed}});
         REQUIRE_GOOD(r);
-        CHECK_EQUAL(r.out.find("moved to") != std::string::npos, seed[0] != '1');
+        CHECK_EQUAL(holds(r.out, "moved to"), seed[0] != '1');
         models.push_back(read_file(out + "/step_00000002/model.safetensors"));
     }
     CHECK(models[0] != models[1] && models[1] != models[2]);
@@ -188,7 +187,7 @@ PROGRAM_TEST(run_leaves_the_files_of_others_alone) {
     const std::string model = read_file(real + "/step_00000002/model.safetensors");
     const Result again = train({{"out", link}, {"seed", "2"}});
     REQUIRE_GOOD(again);
-    CHECK(again.out.find("moved to " + real + ".1;") != std::string::npos);
+    CHECK(holds(again.out, "moved to " + real + ".1;"));
     CHECK(read_file(real + ".1/step_00000002/model.safetensors") == model && file_exists(real + ".1/main.log"));
     CHECK(!file_exists(real + ".1/thesis.txt") && file_exists(real + "/thesis.txt") && file_exists(real + "/src"));
     CHECK(file_exists(real + "/step_00000002") && file_exists(link + "/main.log"));
@@ -200,12 +199,12 @@ PROGRAM_TEST(run_begins_with_the_weights_of_another) {
     REQUIRE_GOOD(train({{"out", first}, {"steps", "30"}, {"warmup", "2"}, {"lr", "0.003"}}));
     const Result r = train({{"out", second}, {"init-from", first}, {"steps", "0"}, {"eval-every", "1"}});
     REQUIRE_GOOD(r);
-    CHECK(r.out.find("weights: those of " + first + "/step_00000030") != std::string::npos);
+    CHECK(holds(r.out, "weights: those of " + first + "/step_00000030"));
     CHECK_EQUAL(logged(second, "val_loss").at(0), logged(first, "val_loss").back());
     // The built-in corpus can be evaluated on, as the run itself was.
     const Result evaluated = run({"eval", "--from", first, "--val-data", "synthetic", "--threads", "1"});
     REQUIRE_GOOD(evaluated);
-    CHECK(evaluated.out.find(format_text("loss %.4f", logged(first, "val_loss").back())) != std::string::npos);
+    CHECK(holds(evaluated.out, format_text("loss %.4f", logged(first, "val_loss").back())));
 }
 
 // What stands for itself in a folder's name is no pattern, and a name completed by the shell ends in a slash.
@@ -214,7 +213,7 @@ PROGRAM_TEST(run_folder_names_of_all_kinds) {
         const std::string out = folder.file(name), aside = out.substr(0, out.find_last_not_of('/') + 1) + ".1";
         REQUIRE_GOOD(train({{"out", out}, {"steps", "1"}}));
         const Result resumed = train({{"out", out}, {"resume", "on"}, {"steps", "2"}});
-        CHECK(resumed.status == 0 && resumed.out.find("step_00000001, step 1\n") != std::string::npos);
+        CHECK(resumed.status == 0 && holds(resumed.out, "step_00000001, step 1\n"));
         CHECK_EQUAL(run({"sample", "--from", out, "--tokens", "2", "--threads", "1"}).status, 0);
         REQUIRE_GOOD(train({{"out", out}, {"steps", "1"}}));
         CHECK(file_exists(aside + "/step_00000002") && !file_exists(out + "/step_00000002"));

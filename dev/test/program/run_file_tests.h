@@ -23,8 +23,8 @@ PROGRAM_TEST(run_writes_the_tensors_of_the_design) {
         const std::string checkpoint = folder.file(c.name) + "/step_00000001/";
         const RawFile model = read_raw(checkpoint + "model.safetensors");
         CHECK_EQUAL(model.tensors.size(), check_tensors(model, c.tensors, ""));
-        CHECK_EQUAL(model.metadata.at("format"), std::string("pt"));  // transformers' loaders look for it
-        const RawFile moments = read_raw(checkpoint + OPTIMIZER);     // of one rank: every tensor whole, as a row
+        CHECK_EQUAL(model.metadata.at("format"), "pt");            // transformers' loaders look for it
+        const RawFile moments = read_raw(checkpoint + OPTIMIZER);  // of one rank: every tensor whole, as a row
         std::map<std::string, std::vector<int64_t>> rows;
         for (const auto& [tensor, shape] : c.tensors) {
             const int64_t count = shape.size() == 2 ? shape[0] * shape[1] : shape[0];
@@ -41,8 +41,7 @@ PROGRAM_TEST(run_writes_the_tensors_of_the_design) {
         size_t parameters = 0;
         for (const auto& [name, tensor] : model.tensors) parameters += tensor.count();
         options["steps"] = "0", options["out"] = folder.file(std::string(c.name) + "_none");
-        CHECK(run(words_of(options)).out.find(", " + std::to_string(parameters) + " parameters (") !=
-              std::string::npos);
+        CHECK(holds(run(words_of(options)).out, ", " + std::to_string(parameters) + " parameters ("));
     }
 }
 
@@ -72,7 +71,7 @@ PROGRAM_TEST(run_config_and_manifest_hold_every_field) {
     const Json& state = saved.state;
     for (const Json* run : {&manifest, state.find("options")}) {
         REQUIRE(run != nullptr);
-        CHECK_EQUAL(run->string("program", ""), std::string("train_nsa"));
+        CHECK_EQUAL(run->string("program", ""), "train_nsa");
         for (const Option& o : OPTIONS) {
             if (!(o.verbs & TRAIN) || o.flag) continue;
             const Json* value = run->find(underscored(o.name));
@@ -81,7 +80,7 @@ PROGRAM_TEST(run_config_and_manifest_hold_every_field) {
                 check_failed(__FILE__, __LINE__, "%s is missing or of another kind", o.name);
         }
         CHECK_EQUAL(run->string("out", ""), out);
-        CHECK_EQUAL(run->string("prompt", ""), std::string("two\nlines \"quoted\" \xff"));
+        CHECK_EQUAL(run->string("prompt", ""), "two\nlines \"quoted\" \xff");
         CHECK_EQUAL(run->integer("seed", ""), int64_t(9000000000000000));
         CHECK_EQUAL(run->number("lr", ""), 0.00123456789012345);
         CHECK_EQUAL(run->integer("total_batch", ""), int64_t(128));
@@ -226,7 +225,7 @@ PROGRAM_TEST(run_safetensors_reader_refuses_damaged_files) {
     {
         const SafeTensors good = open(whole);
         CHECK_EQUAL(good.tensors.size(), 2u);
-        CHECK_EQUAL(good.metadata.at("k"), std::string("v"));
+        CHECK_EQUAL(good.metadata.at("k"), "v");
         CHECK(good.find("a")->bytes == 16 && good.find("b")->bytes == 8 && !good.find("c"));
         CHECK_FAILS(1, "c is missing", good.get("c", "F32", {1}));
         CHECK_FAILS(1, "U8", good.get("b", "F32", {8}));
@@ -366,9 +365,9 @@ PROGRAM_TEST(run_layers_in_turn) {
             CHECK_EQUAL(model.tensors.count(format_text("layers.%d.attn.%s", layer, tensor)), size_t(layer == 1));
     // The statistics of a layer stand in its place.
     const std::string log = read_file(out + "/log.jsonl");
-    CHECK(log.find("\"layers\":[{},{\"") != std::string::npos && log.find("},{}]") != std::string::npos);
+    CHECK(holds(log, "\"layers\":[{},{\"", "},{}]"));
     REQUIRE_GOOD(run({"report", "--from", out, "--html", page}));
-    CHECK(read_file(page).find("\"gate_cmp/layer_1\"") != std::string::npos);
+    CHECK(holds(read_file(page), "\"gate_cmp/layer_1\""));
     write_file(text, std::string(60, 'a'));
     REQUIRE_GOOD(run({"inspect", "--from", out, "--text", text, "--json", folder.file("inspected.json")}));
     const Json inspected = parse_json(read_file(folder.file("inspected.json")), "inspected");
@@ -379,7 +378,7 @@ PROGRAM_TEST(run_layers_in_turn) {
     REQUIRE_GOOD(run({"export", "--from", out, "--out", folder.file("hf")}));
     REQUIRE_GOOD(run({"import", "--from", folder.file("hf"), "--out", folder.file("back")}));
     const std::string eval = run({"eval", "--from", out, "--text", text}).out;
-    CHECK(eval.find("loss") != std::string::npos);
+    CHECK(holds(eval, "loss"));
     CHECK_EQUAL(run({"eval", "--from", folder.file("back"), "--text", text}).status, 0);
     CHECK_REFUSED(run({"--resume", "--out", out, "--attention", "nsa,window"}), 1, "attention", "window,nsa");
 }
@@ -449,7 +448,7 @@ PROGRAM_TEST(run_dump_state_holds_what_it_promises) {
             for (int64_t t = 0; t + 1 < T; t++) CHECK_EQUAL(targets[size_t(b * T + t)], inputs[size_t(b * T + t + 1)]);
         const Json config = parse_json(dump.metadata.at("config"), "config");
         CHECK(config.integer("layers", "") == L && config.string("attention", "") == (nsa ? "nsa" : "full"));
-        CHECK(dump.metadata.at("options").find("--init random") != std::string::npos);
+        CHECK(holds(dump.metadata.at("options"), "--init random"));
         CHECK(dump.metadata.at("precision") == "fp32");
         for (const auto& [name, shape] : expected) {  // with every tensor random no gradient is silent
             double square = 0;

@@ -12,9 +12,9 @@ inline Result under(const std::string& limit, const Words& words) {
 // It ended well, or refused in one line that holds one of the words; "" if so.
 inline std::string limit_fault(const Result& r, const Words& one_of) {
     if (r.status == 0) return "";
-    if (r.status == 127 && r.err.find("error while loading shared libraries") != std::string::npos) return "";
-    const bool named = std::any_of(one_of.begin(), one_of.end(),
-                                   [&](const std::string& word) { return r.err.find(word) != std::string::npos; });
+    if (r.status == 127 && holds(r.err, "error while loading shared libraries")) return "";
+    const bool named =
+        std::any_of(one_of.begin(), one_of.end(), [&](const std::string& word) { return holds(r.err, word); });
     return refusal_fault(r, 1, {}) + (named ? "" : "the line names nothing: '" + r.err + "'");
 }
 #define CHECK_LIMITED(result, ...)                                                                \
@@ -109,7 +109,7 @@ PROGRAM_TEST(run_hangup_saves_and_ends) {
         for (int i = 0; i < 2; i++) kill(run.launcher, SIGHUP);
         const Result r = run.end(30);
         CHECK_EQUAL(r.status, 75);
-        CHECK(r.out.find("stopped by SIGTERM, SIGUSR1 or SIGHUP") != std::string::npos);
+        CHECK(holds(r.out, "stopped by SIGTERM, SIGUSR1 or SIGHUP"));
         CHECK_EQUAL(glob_files(folder.file("hung/step_*")).size(), 1u);
     }
     {
@@ -153,7 +153,7 @@ PROGRAM_TEST(run_output_that_is_lost_is_an_error_of_every_verb) {
                                    folder.file("t" + std::to_string(n++))},
                                   closed);
         CHECK_EQUAL(r.status, 1);
-        CHECK(r.err.find("error: not all of the output could be written to stdout") != std::string::npos);
+        CHECK(holds(r.err, "error: not all of the output could be written to stdout"));
     }
     CHECK_EQUAL(logged(folder.file("other"), "loss").size(), 2u);
     CHECK_EQUAL(glob_files(folder.file("other/step_*")).size(), 1u);
@@ -182,7 +182,7 @@ PROGRAM_TEST(run_weights_alone_serve_for_sample_eval_and_init_from) {
     for (const Words& words : verbs(out)) {
         const Result r = run(words);
         CHECK_REFUSED(r, 1, "no checkpoint under " + out + " is intact", "checksum", "give another run");
-        CHECK(r.err.find("--resume") == std::string::npos);
+        CHECK(!holds(r.err, "--resume"));
     }
     write_file(checkpoint + "/model.safetensors", weights);
     // Without the manifest nothing tells whether the weights are whole, which is said, and they are taken.
@@ -195,8 +195,7 @@ PROGRAM_TEST(run_weights_alone_serve_for_sample_eval_and_init_from) {
             CHECK_EQUAL(r.err, "train_nsa: warning: " + checkpoint +
                                    " has no manifest.json, so nothing tells whether its files are whole\n");
         }
-        CHECK(run(words[1]).err.find("manifest.json is missing, which says what the run was validated on") !=
-              std::string::npos);
+        CHECK(holds(run(words[1]).err, "manifest.json is missing, which says what the run was validated on"));
     }
 }
 
@@ -205,7 +204,7 @@ PROGRAM_TEST(run_eval_counts_the_samples_of_the_run) {
     REQUIRE_GOOD(train({{"out", out}, {"eval-batches", "3"}}));  // of 128 tokens, in sequences of 64
     const Result r = run({"eval", "--from", out, "--val-data", "synthetic"});
     REQUIRE_GOOD(r);
-    CHECK(r.out.find("384 tokens (6 of 6 samples of 64)") != std::string::npos);
+    CHECK(holds(r.out, "384 tokens (6 of 6 samples of 64)"));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -219,9 +218,9 @@ PROGRAM_TEST(run_doubtful_options_are_said) {
     // Layers of a window have that, and nothing else of NSA.
     const std::string alternating = folder.file("alternating");
     REQUIRE_GOOD(train({{"attention", "window,full"}, {"layers", "2"}, {"window", "9"}, {"out", alternating}}));
-    CHECK(read_file(alternating + "/run.json").find("\"window\": 9") != std::string::npos);
+    CHECK(holds(read_file(alternating + "/run.json"), "\"window\": 9"));
     REQUIRE_GOOD(run({"--config", alternating + "/run.json", "--out", alternating + "2"}));
-    CHECK(read_file(alternating + "2/run.json").find("\"window\": 9") != std::string::npos);
+    CHECK(holds(read_file(alternating + "2/run.json"), "\"window\": 9"));
     std::string longest = "nsa";
     for (int i = 1; i < MAX_PATTERN; i++) longest += ",full";
     CHECK_EQUAL(layer_kinds(longest).size(), size_t(MAX_PATTERN));

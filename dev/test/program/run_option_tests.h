@@ -51,8 +51,8 @@ TEST(run_options_are_parsed_strictly) {
             for (std::string word; std::getline(words, word, '|');)
                 CHECK_EQUAL(parse({verb, name, word}).*o.text, word);
         } else if (o.text) {
-            CHECK_EQUAL(parse({verb, name, "a b=c"}).*o.text, std::string("a b=c"));
-            CHECK_EQUAL(parse({verb, name + "=--a=b"}).*o.text, std::string("--a=b"));
+            CHECK_EQUAL(parse({verb, name, "a b=c"}).*o.text, "a b=c");
+            CHECK_EQUAL(parse({verb, name + "=--a=b"}).*o.text, "--a=b");
         } else if (o.list) {
             CHECK((parse({verb, name, "a.txt", "b.txt", "--threads", "1"}).*o.list ==
                    std::vector<std::string>{"a.txt", "b.txt"}));
@@ -94,9 +94,8 @@ PROGRAM_TEST(run_takes_odd_names) {
     write_file(odd, "text");
     REQUIRE_GOOD(run({"tokenize", "--tokenizer", "bytes", "--in", odd, "--out", folder.file("~{a,b}")}));
     REQUIRE_GOOD(train({{"prompt", "~/x {a,b}"}, {"out", folder.file("run")}}));
-    CHECK_EQUAL(shell_word("it's"), std::string("'it'\\''s'"));
-    CHECK_EQUAL(command_line(parse({"--out", "a b", "--steps", "2"}), ""),
-                std::string("./train_nsa --steps 2 --out 'a b'"));
+    CHECK_EQUAL(shell_word("it's"), "'it'\\''s'");
+    CHECK_EQUAL(command_line(parse({"--out", "a b", "--steps", "2"}), ""), "./train_nsa --steps 2 --out 'a b'");
 }
 
 static const program::Start UNWRAPPED = [] {
@@ -145,8 +144,7 @@ TEST(run_help_lists_every_option_with_default_and_range) {
         const size_t presets = help.out.find("\npresets:");
         CHECK_EQUAL(presets != std::string::npos, bool(option_named("model").verbs & v.verb));
         const std::vector<std::string> lines = lines_of(help.out.substr(0, presets));
-        for (const VerbName& other : VERBS)
-            CHECK(help.out.find("\n  " + std::string(other.name) + " ") != std::string::npos);
+        for (const VerbName& other : VERBS) CHECK(holds(help.out, "\n  " + std::string(other.name) + " "));
         for (const Option& o : OPTIONS) {
             const std::string start = "  --" + std::string(o.name) + " ";
             const auto line = std::find_if(lines.begin(), lines.end(), [&](const std::string& s) {
@@ -245,7 +243,7 @@ PROGRAM_TEST(run_options_come_from_a_file) {
     const Result other = run({"--config", out + "/run.json", "--out", out + "3", "--seed", "6", "--steps=2"});
     REQUIRE_GOOD(other);
     for (const char* words : {"/run.json; the command line: --", " --steps 2 (there 3)", " --seed 6 (there 5)"})
-        CHECK(other.out.find(words) != std::string::npos);
+        CHECK(holds(other.out, words));
     CHECK(file_exists(out + "3/step_00000002") && file_exists(out + "/step_00000003"));
 }
 
@@ -284,7 +282,7 @@ PROGRAM_TEST(run_tokenize_prints_numbers_that_add_up) {
             std::sscanf(s, "tokenize: read %lld files, %lld bytes", &files, &bytes);
             std::sscanf(s, "tokenize: %lld documents, %lld bytes of text: %lld tokens + %lld end-of-text", &documents,
                         &in_documents, &tokens, &ends);
-            if (line.find("end-of-text") != std::string::npos) std::sscanf(s + line.rfind('='), "= %lld tokens", &all);
+            if (holds(line, "end-of-text")) std::sscanf(s + line.rfind('='), "= %lld tokens", &all);
             std::sscanf(s, "tokenize: train %lld + val %lld = %lld tokens", &train, &val, &sum);
         }
         CHECK_EQUAL(files, 2);
@@ -317,12 +315,12 @@ PROGRAM_TEST(run_tokenize_reads_stdin) {
         for (size_t i = 0; i < shard.size(); i += 2) found += shard[i] ? shard[i] : '|';
         return found;
     };
-    CHECK_EQUAL(tokens("some text"), std::string("|some text"));
-    CHECK_EQUAL(tokens("\xEF\xBB\xBF\n {\"text\": \"a\"}\n{\"text\": \"b\"}"), std::string("|a|b"));
+    CHECK_EQUAL(tokens("some text"), "|some text");
+    CHECK_EQUAL(tokens("\xEF\xBB\xBF\n {\"text\": \"a\"}\n{\"text\": \"b\"}"), "|a|b");
     const std::string refused = tokens("{this is no JSON}");
-    CHECK(refused.find("stdin, taken as JSON lines since it begins with {: line 1: byte 1: ") != std::string::npos);
-    CHECK(tokens("").find("no text in") != std::string::npos);
-    CHECK(tokens(GZIP_TEXT).find("stdin is compressed by gzip") != std::string::npos);
+    CHECK(holds(refused, "stdin, taken as JSON lines since it begins with {: line 1: byte 1: "));
+    CHECK(holds(tokens(""), "no text in"));
+    CHECK(holds(tokens(GZIP_TEXT), "stdin is compressed by gzip"));
 }
 
 // On a terminal, and only there, what takes more than a second shows how far it is.
@@ -344,9 +342,9 @@ PROGRAM_TEST(run_progress_is_shown_on_a_terminal) {
                 start);
         writer.join();
         CHECK_EQUAL(r.status, 0);
-        CHECK_EQUAL(r.out.find("\rtokenize: 0:01\x1b[K\r") != std::string::npos, columns > 0);
+        CHECK_EQUAL(holds(r.out, "\rtokenize: 0:01\x1b[K\r"), columns > 0);
         CHECK_EQUAL(r.err, std::string());
-        CHECK((r.out + r.err).find("\x1b") == std::string::npos || columns);
+        CHECK(!holds(r.out + r.err, "\x1b") || columns);
     }
 }
 
@@ -358,19 +356,17 @@ PROGRAM_TEST(run_log_every_thins_out_what_is_printed) {
         std::string steps;
         for (const std::string& line : lines_of(r.out)) {
             int step;
-            if (std::sscanf(line.c_str(), "step %d | loss", &step) == 1 && line.find("grad_norm") != std::string::npos)
+            if (std::sscanf(line.c_str(), "step %d | loss", &step) == 1 && holds(line, "grad_norm"))
                 steps += std::to_string(step) + " ";
         }
         return steps;
     };
-    CHECK_EQUAL(printed({{"steps", "8"}, {"log-every", "3"}, {"out", out}}), std::string("1 3 6 8 "));
-    CHECK_EQUAL(printed({{"steps", "14"}, {"resume", "on"}, {"log-every", "-"}, {"out", out}}),
-                std::string("9 12 14 "));
-    CHECK_EQUAL(printed({{"steps", "16"}, {"resume", "on"}, {"log-every", "1"}, {"out", out}}), std::string("15 16 "));
+    CHECK_EQUAL(printed({{"steps", "8"}, {"log-every", "3"}, {"out", out}}), "1 3 6 8 ");
+    CHECK_EQUAL(printed({{"steps", "14"}, {"resume", "on"}, {"log-every", "-"}, {"out", out}}), "9 12 14 ");
+    CHECK_EQUAL(printed({{"steps", "16"}, {"resume", "on"}, {"log-every", "1"}, {"out", out}}), "15 16 ");
     CHECK_EQUAL(logged(out, "loss").size(), size_t(16));
     size_t lines = 0;
-    for (const std::string& line : lines_of(read_file(out + "/main.log")))
-        lines += line.find(" trl:") != std::string::npos;
+    for (const std::string& line : lines_of(read_file(out + "/main.log"))) lines += holds(line, " trl:");
     CHECK_EQUAL(lines, size_t(16));
     // Two hundred steps of a millisecond or two take a second or two: the first, the last, and a line for each second.
     const double begun = seconds_now();
@@ -388,8 +384,8 @@ PROGRAM_TEST(run_folders_need_no_option) {
     REQUIRE_GOOD(run({"report", out, out, "--html", page}));
     const Result resumed = run(joined(words_of(small({{"steps", "3"}})), {"--resume", out}));
     REQUIRE_GOOD(resumed);
-    CHECK(resumed.out.find("weights of " + out + "/step_00000002") != std::string::npos);
-    CHECK(resumed.out.find("done:   1 step in ") != std::string::npos);
+    CHECK(holds(resumed.out, "weights of " + out + "/step_00000002"));
+    CHECK(holds(resumed.out, "done:   1 step in "));
 }
 
 PROGRAM_TEST(run_omp_num_threads_is_bounded_by_the_processors) {
@@ -401,17 +397,16 @@ PROGRAM_TEST(run_omp_num_threads_is_bounded_by_the_processors) {
     const int processors = usable_processors();
     const Result many = with_threads("100000");
     CHECK_EQUAL(many.status, 0);
-    CHECK(many.err.find("OMP_NUM_THREADS is 100000") != std::string::npos);
-    CHECK(many.out.find(counted(processors, "CPU thread") + " each") != std::string::npos);
+    CHECK(holds(many.err, "OMP_NUM_THREADS is 100000"));
+    CHECK(holds(many.out, counted(processors, "CPU thread") + " each"));
     for (const char* none : {"abc", "0", "-3"})
         CHECK(with_threads(none).status == 2 &&
-              with_threads(none).err.find(std::string("OMP_NUM_THREADS is '") + none + "'") != std::string::npos);
-    for (const char* one : {"1,2", "1 ", "1 , 2"})
-        CHECK(with_threads(one).out.find("1 CPU thread each") != std::string::npos);
+              holds(with_threads(none).err, std::string("OMP_NUM_THREADS is '") + none + "'"));
+    for (const char* one : {"1,2", "1 ", "1 , 2"}) CHECK(holds(with_threads(one).out, "1 CPU thread each"));
     // The option is taken at its word, with a warning.
     const std::string more = std::to_string(processors + 1);
     const Result asked = train({{"out", folder.file("run")}, {"steps", "1"}, {"threads", more}});
     CHECK_EQUAL(asked.status, 0);
-    CHECK(asked.err.find("--threads " + more + ", and this rank has ") != std::string::npos);
-    CHECK(asked.out.find(more + " CPU threads each") != std::string::npos);
+    CHECK(holds(asked.err, "--threads " + more + ", and this rank has "));
+    CHECK(holds(asked.out, more + " CPU threads each"));
 }

@@ -58,7 +58,7 @@ PROGRAM_TEST(run_resumed_bare_is_the_run) {
     std::filesystem::remove_all(folder.file("parts/step_00000004"));
     const Result resumed = run({"--resume", "--out", folder.file("parts")});
     REQUIRE_GOOD(resumed);
-    CHECK(resumed.out.find("resume: --") == std::string::npos);  // nothing has changed
+    CHECK(!holds(resumed.out, "resume: --"));  // nothing has changed
     CHECK(read_file(folder.file("whole/step_00000004/model.safetensors")) ==
           read_file(folder.file("parts/step_00000004/model.safetensors")));
     const auto with_statistics = [&](const char* out) {
@@ -69,16 +69,15 @@ PROGRAM_TEST(run_resumed_bare_is_the_run) {
     };
     CHECK(with_statistics("parts") == std::vector<int64_t>({1, 2, 3, 4}) &&
           with_statistics("whole") == with_statistics("parts"));
-    CHECK(resumed.out.find("1 CPU thread each") != std::string::npos);
+    CHECK(holds(resumed.out, "1 CPU thread each"));
     CHECK_REFUSED(run({"--resume", "--out", folder.file("parts"), "--seed", "4"}), 1, "--seed 4", "1337");
     CHECK_REFUSED(run({"--resume", "--out", folder.file("parts"), "--optimizer", "adamw"}), 1, "--optimizer adamw",
                   "muon");
     // What is given counts, and what it does to the learning rate is said: linear, from 0.01 to a tenth of it.
     const Result longer = run({"--resume", "--out", folder.file("parts"), "--steps", "9", "--schedule", "linear"});
     REQUIRE_GOOD(longer);
-    CHECK(longer.out.find("resume: --steps is 9, was 4") != std::string::npos);
-    CHECK(longer.out.find("the learning rate of step 5 is 5.00e-03, by the earlier options 1.00e-02") !=
-          std::string::npos);
+    CHECK(holds(longer.out, "resume: --steps is 9, was 4"));
+    CHECK(holds(longer.out, "the learning rate of step 5 is 5.00e-03, by the earlier options 1.00e-02"));
 }
 
 // Other shards under the same names train on only if they are told to, and validate with a word.
@@ -89,7 +88,7 @@ PROGRAM_TEST(resume_says_that_validation_has_changed) {
         write_file(val, shard(random_tokens(64 * 15 + 1, seed)));
         const Result r = run({"--resume", out, "--steps", steps});
         REQUIRE_GOOD(r);
-        return r.out.find("resume: validation is on other data") != std::string::npos;
+        return holds(r.out, "resume: validation is on other data");
     };
     write_file(val, shard(random_tokens(64 * 15 + 1, 2)));
     REQUIRE_GOOD(train({{"data", folder.file("train.bin")}, {"val-data", val}, {"out", out}}));
@@ -117,7 +116,7 @@ TEST_LONG(pytorch_repeats_an_update) {
         };
         REQUIRE_GOOD(compare("/step_00000004"));
         const Result other = compare("/step_00000005");
-        CHECK(other.status == 1 && other.err.find("of a change of") != std::string::npos);
+        CHECK(other.status == 1 && holds(other.err, "of a change of"));
     }
 }
 
@@ -148,11 +147,11 @@ TEST(resume_gives_up_what_the_machine_cannot_give) {
     const int more = usable_processors() + 1;
     const Result many = train({{"out", folder.path}, {"threads", std::to_string(more)}});
     CHECK_EQUAL(many.status, 0);
-    CHECK(many.err.find("warning: --threads " + std::to_string(more)) != std::string::npos);
+    CHECK(holds(many.err, "warning: --threads " + std::to_string(more)));
     const Result r = run({"--resume", "--steps=3", "--out", folder.path});
     REQUIRE_GOOD(r);
-    CHECK(r.out.find(format_text("resume: --threads is auto, was %d: this rank has %d processors\n", more, more - 1)) !=
-          std::string::npos);
+    CHECK(
+        holds(r.out, format_text("resume: --threads is auto, was %d: this rank has %d processors\n", more, more - 1)));
 }
 
 // run.json may be lost: the newest checkpoint's manifest holds the options. Paths are found from another folder, and
@@ -171,7 +170,7 @@ PROGRAM_TEST(run_resumed_elsewhere_and_without_run_json) {
     REQUIRE(std::remove(folder.file("run/run.json").c_str()) == 0);
     const Result r = in("elsewhere", "--resume --out ../run --steps 3");
     REQUIRE_GOOD(r);
-    CHECK(r.out.find("resume: --steps is 3, was 2\n") != std::string::npos);
+    CHECK(holds(r.out, "resume: --steps is 3, was 2\n"));
     CHECK_EQUAL(logged(folder.file("run"), "lr").back(), 3e-4);  // the end of a schedule from 0.003
     const std::string begin = "next:   ", next = r.out.substr(r.out.find(begin) + begin.size());
     const Result sample = execute({"/bin/sh", "-c", "cd " + folder.file("elsewhere") + " && " + next});
@@ -251,9 +250,8 @@ PROGRAM_TEST(run_says_that_it_ends_worse_than_it_began) {
     };
     const std::string rose = "loss rose from ";
     CHECK(
-        with("worse", {{"val-data", folder.file("b.bin")}, {"lr", "10"}, {"steps", "4"}}).find("validation " + rose) !=
-        std::string::npos);
-    CHECK(with("alone", {{"lr", "10"}, {"steps", "24"}}).find("training " + rose) != std::string::npos);
+        holds(with("worse", {{"val-data", folder.file("b.bin")}, {"lr", "10"}, {"steps", "4"}}), "validation " + rose));
+    CHECK(holds(with("alone", {{"lr", "10"}, {"steps", "24"}}), "training " + rose));
     for (const char* val : {"", "b.bin"})
         CHECK_EQUAL(with(std::string("good") + val, {{"val-data", *val ? folder.file(val) : ""}, {"steps", "24"}}), "");
 }
@@ -286,8 +284,8 @@ PROGRAM_TEST(names_on_stdout_hold_no_escapes) {
     for (const Words& words : commands) {
         const Result r = run(words);
         CHECK_EQUAL(words[0] + std::to_string(r.status) + (r.status ? r.err : ""), words[0] + "0");
-        CHECK(r.out.find('\x1b') == std::string::npos && r.err.find('\x1b') == std::string::npos);
-        CHECK(r.out.find("\nb/") == std::string::npos);
+        CHECK(!holds(r.out, '\x1b') && !holds(r.err, '\x1b'));
+        CHECK(!holds(r.out, "\nb/"));
     }
 }
 
@@ -303,8 +301,7 @@ PROGRAM_TEST(run_takes_paths_that_are_no_utf8) {
     REQUIRE_GOOD(r);
     const std::string options = read_file(out + "/run.json"),
                       manifest = read_file(out + "/step_00000004/manifest.json");
-    for (const std::string& text : {options, manifest, r.out})
-        CHECK(text.find("\xe9") == std::string::npos && text.find("\x1b") == std::string::npos);
+    for (const std::string& text : {options, manifest, r.out}) CHECK(!holds(text, "\xe9") && !holds(text, "\x1b"));
     CHECK(parse_own_json(options, "").string("data", "") == odd + "/x*.bin");
     REQUIRE_GOOD(run({"eval", "--from", out, "--val-data", folder.file("b.bin"), "--json", odd + "/e.json"}));
     CHECK(parse_own_json(read_file(odd + "/e.json"), "").string("checkpoint", "") == out + "/step_00000004");
@@ -322,7 +319,7 @@ PROGRAM_TEST(run_takes_paths_that_are_no_utf8) {
     const std::string begin = "next:   ", next = r.out.substr(r.out.find(begin) + begin.size());
     CHECK_EQUAL(execute({"/bin/bash", "-c", next}).status, 0);
     REQUIRE_GOOD(run({"export", "--from", out, "--out", odd + "/hf"}));
-    CHECK(read_file(odd + "/hf/README.md").find("\xe9") == std::string::npos);
+    CHECK(!holds(read_file(odd + "/hf/README.md"), "\xe9"));
 }
 
 // --init-from brings the model's shape; only what was given can contradict it.
@@ -331,8 +328,8 @@ PROGRAM_TEST(run_begins_with_the_shape_of_the_weights) {
     const Words second = {"--init-from=" + folder.file("first"), "--out=" + folder.file("second"), "--steps=0"};
     const Result r = run(second);
     REQUIRE_GOOD(r);
-    CHECK(r.out.find("7712 parameters (1 layer, width 16") != std::string::npos);
-    CHECK(r.out.find("samples of 64 tokens") != std::string::npos);
+    CHECK(holds(r.out, "7712 parameters (1 layer, width 16"));
+    CHECK(holds(r.out, "samples of 64 tokens"));
     CHECK_EQUAL(run(joined(second, {"--seq-len=128"})).status, 0);
     CHECK_REFUSED(run(joined(second, {"--dim=32"})), 1, "cannot begin from", "dim is 16 there and 32", "leave");
     // RoPE's base is no shape: the same weights begin with another one, which is the new run's, and eval's.
@@ -347,8 +344,8 @@ PROGRAM_TEST(run_begins_with_the_shape_of_the_weights) {
     const Result at_10000 = run(joined(eval, {folder.file("first")})), at_3000000 = run(joined(eval, {longer}));
     REQUIRE_GOOD(at_10000);
     REQUIRE_GOOD(at_3000000);
-    CHECK(at_3000000.out.find(format_text("loss %.4f", logged(longer, "val_loss").back())) != std::string::npos);
-    CHECK(at_10000.out.find(format_text("loss %.4f", logged(longer, "val_loss").back())) == std::string::npos);
+    CHECK(holds(at_3000000.out, format_text("loss %.4f", logged(longer, "val_loss").back())));
+    CHECK(!holds(at_10000.out, format_text("loss %.4f", logged(longer, "val_loss").back())));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -365,13 +362,13 @@ PROGRAM_TEST(run_bad_token_is_named_before_the_first_step) {
     const std::string byte = format_text("token 256 at byte %d", 1024 + 2 * 2999990);
     const Result r = train(options);
     CHECK_REFUSED(r, 1, file, byte, "vocabulary of 256");
-    CHECK(r.out.find("step 0") == std::string::npos && !file_exists(folder.file("run")));
+    CHECK(!holds(r.out, "step 0") && !file_exists(folder.file("run")));
     CHECK_REFUSED(train({{"out", folder.file("run")}, {"data", good}, {"val-data", file}}), 1, file, byte);
     const std::string mpirun = find_mpirun("bad token on two ranks");
     if (mpirun.empty()) return;
     const Result ranks = train_on_ranks(mpirun, 2, options);
     CHECK(ranks.status != 0 && !file_exists(folder.file("run")));
-    CHECK(ranks.err.find(byte) != std::string::npos);
+    CHECK(holds(ranks.err, byte));
 }
 
 // Damages a shard once the run has logged step 3.
@@ -380,8 +377,7 @@ struct ShardDamage {
     template <class Damage>
     ShardDamage(const std::string& log, Damage damage)
         : thread([=] {
-              for (int i = 0; i < 3000 && (!file_exists(log) || read_file(log).find("s:3 ") == std::string::npos); i++)
-                  usleep(10000);
+              for (int i = 0; i < 3000 && (!file_exists(log) || !holds(read_file(log), "s:3 ")); i++) usleep(10000);
               damage();
           }) {}
     ~ShardDamage() { thread.join(); }
@@ -412,13 +408,11 @@ PROGRAM_TEST(run_bad_data_in_the_middle_keeps_what_was_learnt) {
         const std::string saved = checkpoint_folder(out, last);
         CHECK_EQUAL(int64_t(logged(out, "loss").size()), last);
         if (ranks == 1) CHECK_REFUSED(r, 1, file, "was cut off", "the last good checkpoint is " + saved);
-        else
-            CHECK(r.status != 0 && r.err.find("token 300 at byte") != std::string::npos &&
-                  r.err.find("the last good checkpoint is " + saved) != std::string::npos);
+        else CHECK(r.status != 0 && holds(r.err, "token 300 at byte", "the last good checkpoint is " + saved));
         write_file(file, whole);
         const std::string steps = "--steps=" + std::to_string(last + 2);
         Result again = run({"--resume", "--out", out, steps});
-        for (int i = 0; i < 50 && again.err.find("another run is at work") != std::string::npos; i++) {
+        for (int i = 0; i < 50 && holds(again.err, "another run is at work"); i++) {
             usleep(100000);  // mpirun may end before its ranks have let go of the folder
             again = run({"--resume", "--out", out, steps});
         }
@@ -439,8 +433,7 @@ PROGRAM_TEST(run_bad_numbers_keep_what_was_learnt) {
     CHECK_EQUAL(r.status, 1);
     REQUIRE(checkpoint_steps(out).size() == 1);
     const std::string saved = checkpoint_folder(out, checkpoint_steps(out)[0]);
-    CHECK(r.err.find("3 in a row") != std::string::npos &&
-          r.err.find("the last good checkpoint is " + saved) != std::string::npos);
+    CHECK(holds(r.err, "3 in a row", "the last good checkpoint is " + saved));
     for (const auto& [name, tensor] : read_raw(saved + "/model.safetensors").tensors)
         for (const float x : tensor.values<float>()) CHECK(std::isfinite(x));
 }
@@ -456,5 +449,5 @@ PROGRAM_TEST(run_goes_on_without_a_sample) {
                             {"steps", "1"},
                             {"sample-tokens", "1000000"}});
     CHECK_EQUAL(r.status, 0);
-    CHECK(r.err.find("warning: no sample: a sample of 1000000 tokens") != std::string::npos);
+    CHECK(holds(r.err, "warning: no sample: a sample of 1000000 tokens"));
 }

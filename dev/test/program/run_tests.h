@@ -49,13 +49,12 @@ PROGRAM_TEST(run_closing_lines_can_be_followed) {
     const std::string out = folder.file("a run of mine");
     const Result first = train({{"out", out}});
     REQUIRE_GOOD(first);
-    CHECK(first.out.find("next:   " + path() + " sample --from '" + out + "' --prompt") != std::string::npos);
+    CHECK(holds(first.out, "next:   " + path() + " sample --from '" + out + "' --prompt"));
     const Result again = train({{"out", out}, {"resume", "on"}});
-    CHECK(again.out.find("no step was to be done: --steps is 2, and step 2 is reached already") != std::string::npos);
-    CHECK(again.out.find("median") == std::string::npos && first.out.find(", median ") != std::string::npos);
+    CHECK(holds(again.out, "no step was to be done: --steps is 2, and step 2 is reached already"));
+    CHECK(!holds(again.out, "median") && holds(first.out, ", median "));
     const Result none = train({{"out", folder.file("none")}, {"steps", "0"}});
-    CHECK(none.out.find("no step was to be done: --steps is 0\n") != std::string::npos &&
-          none.out.find("next:") == std::string::npos);
+    CHECK(holds(none.out, "no step was to be done: --steps is 0\n") && !holds(none.out, "next:"));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -73,23 +72,20 @@ PROGRAM_TEST(run_error_on_one_rank_ends_all) {
                                      {"out", folder.file("run")}});
     CHECK(r.status != 0 && r.status != 1000);
     CHECK(r.seconds < 20);
-    CHECK(r.err.find("train_nsa: rank 1 on ") != std::string::npos && r.err.find("token 300") != std::string::npos &&
-          r.err.find(folder.file("train_1.bin")) != std::string::npos);
+    CHECK(holds(r.err, "train_nsa: rank 1 on ", "token 300", folder.file("train_1.bin")));
     CHECK(!file_exists(folder.file("run/step_00000020")));
     // Errors of all ranks, and usage.
     const Result none =
         train_on_ranks(mpirun, 2, {{"data", folder.file("none*")}, {"batch", "1"}, {"out", folder.file("run2")}});
-    CHECK(none.status != 0 && none.status != 1000 && none.err.find(folder.file("none*")) != std::string::npos &&
-          none.err.find("rank ") != std::string::npos);
+    CHECK(none.status != 0 && none.status != 1000 && holds(none.err, folder.file("none*"), "rank "));
     const Result odd =
         train_on_ranks(mpirun, 2, {{"total-batch", "192"}, {"batch", "1"}, {"out", folder.file("run2")}});
-    CHECK(odd.status != 0 && odd.err.find("--total-batch 192") != std::string::npos &&
-          odd.err.find("2 ranks") != std::string::npos);
+    CHECK(odd.status != 0 && holds(odd.err, "--total-batch 192", "2 ranks"));
     const Result dump =
         train_on_ranks(mpirun, 2, {{"dump-state", folder.file("state")}, {"batch", "1"}, {"out", folder.file("run2")}});
-    CHECK(dump.status != 0 && dump.err.find("--dump-state") != std::string::npos);
+    CHECK(dump.status != 0 && holds(dump.err, "--dump-state"));
     const Result sample = execute({mpirun, "-np", "2", program::path(), "sample", "--from", "x"});
-    CHECK(sample.status != 0 && sample.err.find("without mpirun") != std::string::npos);
+    CHECK(sample.status != 0 && holds(sample.err, "without mpirun"));
     CHECK(!file_exists(folder.file("run2")));
 }
 
@@ -102,7 +98,7 @@ PROGRAM_TEST(run_eval_on_two_ranks_equals_one) {
                          "--threads", "1"};
     const Result one = execute(words), two = execute(joined({mpirun, "-np", "2"}, words));
     REQUIRE_GOOD(one);
-    CHECK(one.out.find("on 512 tokens (8 of 8 samples of 64)") != std::string::npos);
+    CHECK(holds(one.out, "on 512 tokens (8 of 8 samples of 64)"));
     CHECK_EQUAL(two.out, one.out);
 }
 
@@ -178,7 +174,7 @@ inline void check_samples(const std::string& from, const Words& more) {
             joined({"sample", "--from", from, "--prompt", "The history of", "--tokens", "24", "--threads", "1"}, more),
             words));
         REQUIRE_GOOD(r);
-        CHECK_EQUAL(r.out.substr(0, 14), std::string("The history of"));
+        CHECK_EQUAL(r.out.substr(0, 14), "The history of");
         CHECK(r.out.size() > 15 && r.out.back() == '\n');
         return r.out;
     };
@@ -189,8 +185,7 @@ inline void check_samples(const std::string& from, const Words& more) {
     CHECK_EQUAL(sample({"--seed", "2", "--temperature", "0"}), likeliest);
     CHECK_EQUAL(sample({"--seed", "3", "--top-k", "1"}), likeliest);
     CHECK_EQUAL(sample({"--seed", "4", "--top-p", "0"}), likeliest);
-    CHECK_EQUAL(run(joined({"sample", "--from", from, "--prompt=--x", "--tokens", "0"}, more)).out,
-                std::string("--x\n"));
+    CHECK_EQUAL(run(joined({"sample", "--from", from, "--prompt=--x", "--tokens", "0"}, more)).out, "--x\n");
     const Result new_document = run(joined({"sample", "--from", from, "--tokens", "5"}, more));
     CHECK(new_document.status == 0 && new_document.out.size() >= 2);
 }
@@ -281,7 +276,7 @@ PROGRAM_TEST(run_sample_takes_prompts_from_files) {
                                Words{"inspect", "--json", folder.file("inspected"), "--text"}}) {
         const Result marked = run(joined(words, {folder.file("marked"), "--from", out, "--threads", "1"}));
         CHECK_EQUAL(marked.status, 0);
-        CHECK(marked.err.find("<|endoftext|>") != std::string::npos);
+        CHECK(holds(marked.err, "<|endoftext|>"));
     }
     Start start;
     start.input = folder.file("two");
@@ -307,7 +302,7 @@ PROGRAM_TEST(run_sample_ends_at_end_of_text) {
     write_file(folder.file("ends.bin"), shard(std::vector<uint16_t>(4000, 0)));
     REQUIRE_GOOD(train({{"data", folder.file("ends.bin")}, {"steps", "30"}, {"out", out}}));
     const Words words = {"sample", "--from", out, "--tokens", "5", "--temperature", "0"};
-    CHECK_EQUAL(run(words).out, std::string("\n"));
+    CHECK_EQUAL(run(words).out, "\n");
     CHECK_EQUAL(run(joined(words, {"--past-end"})).out, std::string(5 + 1, '\n'));
 }
 
@@ -331,7 +326,7 @@ PROGRAM_TEST(run_sample_holds_a_conversation) {
     const Result full = sample({"--interactive"}, start);
     CHECK_EQUAL(full.status, 0);
     CHECK_EQUAL(full.out.substr(0, r.out.size()), r.out);
-    CHECK(full.err.find("has reached the 64 tokens") != std::string::npos);
+    CHECK(holds(full.err, "has reached the 64 tokens"));
     CHECK_EQUAL(full.out.size(), size_t(4 * (10 + 1)));
 }
 
@@ -352,7 +347,7 @@ PROGRAM_TEST(run_from_text_to_sample_with_an_own_vocabulary) {
     CHECK_REFUSED(learn("700", vocab), 1, "--out", "is not empty");
     const Result small = learn("60000", folder.file("small"));
     CHECK_EQUAL(small.status, 0);
-    CHECK(small.err.find("not the 60000 of --size") != std::string::npos);
+    CHECK(holds(small.err, "not the 60000 of --size"));
 
     REQUIRE_GOOD(run({"tokenize", "--vocab-dir", vocab, "--in", text, "--out", folder.file("a"), "--val-fraction",
                       "0.1", "--threads", "2"}));
@@ -413,7 +408,7 @@ PROGRAM_TEST(run_from_text_to_sample_with_an_own_vocabulary) {
     const Result back = run(joined({"sample", "--from", folder.file("back")}, greedy));
     REQUIRE_GOOD(back);
     CHECK_EQUAL(back.out, sampled.out);
-    CHECK(read_file(folder.file("back/step_00000000/config.json")).find("\"vocab_digest\": \"") != std::string::npos);
+    CHECK(holds(read_file(folder.file("back/step_00000000/config.json")), "\"vocab_digest\": \""));
     const std::string on = folder.file("on");  // finds size and place of the vocabulary where it begins
     REQUIRE_GOOD(run({"--init-from", run_folder, "--data", folder.file("a_train_*.bin"), "--out", on, "--steps", "1",
                       "--batch", "2", "--total-batch", "128", "--threads", "1", "--warmup", "0"}));

@@ -76,7 +76,7 @@ inline void check(const Scenario& s, const std::string& mpirun) {
         check_failed(__FILE__, __LINE__, "%s: %s", s.name, what.c_str());
     };
     tests().checks++;
-    if (printed.find(s.says) == std::string::npos) fault(std::string("does not say ") + s.says);
+    if (!holds(printed, s.says)) fault(std::string("does not say ") + s.says);
     for (const char* field : {"lr", "epoch", "tokens"})
         if (logged(whole, field) != logged(parts, field)) fault(std::string("other ") + field);
     const std::vector<double> a = logged(whole, "loss"), b = logged(parts, "loss");

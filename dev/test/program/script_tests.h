@@ -53,7 +53,7 @@ TEST_LONG(script_demo_goes_from_a_text_to_a_sample) {
         CHECK(file_exists(out + "/report.html") && file_exists(out + "/vocabulary/vocab.bpe"));
         CHECK_EQUAL(glob_files(out + "/run/step_00000002/model.safetensors").size(), 1u);
         for (const char* verb : {"vocabulary", "tokenize", "train", "report", "sample"})
-            CHECK(r.out.find("train_nsa " + std::string(verb) + " ") != std::string::npos);
+            CHECK(holds(r.out, "train_nsa " + std::string(verb) + " "));
     }
 }
 
@@ -77,7 +77,7 @@ TEST(script_version_is_not_of_a_repository_around) {
     if (program::execute({"/usr/bin/env", "git", "--version"}).status != 0)
         return skip("script_version_is_not_of_a_repository_around: no git on this machine");
     const std::string around = version(commit), own = version("cd inner && " + commit + "cd .. && ");
-    CHECK(around.find('-') == std::string::npos && around.size() > 4);
+    CHECK(!holds(around, '-') && around.size() > 4);
     CHECK_EQUAL(own.find(around.substr(0, around.size() - 1) + "-"), 0u);
 }
 
@@ -95,12 +95,12 @@ TEST(script_demo_empties_no_folder_of_others) {
     };
     const auto refused = demo(out);
     CHECK_EQUAL(refused.status, 1);
-    CHECK(refused.err.find(out) != std::string::npos);
-    CHECK_EQUAL(read_file(out + "/thesis.txt"), std::string("years"));
+    CHECK(holds(refused.err, out));
+    CHECK_EQUAL(read_file(out + "/thesis.txt"), "years");
     for (int again = 0; again < 2; again++) {
         const auto r = demo(folder.file("own"));
         CHECK_EQUAL(r.status, 0);
-        CHECK(r.out.find(" --in " + shell_word(text)) != std::string::npos);
+        CHECK(holds(r.out, " --in " + shell_word(text)));
         CHECK(file_exists(folder.file("own/thesis.txt")) == (again > 0));
         write_file(folder.file("own/thesis.txt"), "years");
     }
@@ -116,15 +116,15 @@ PROGRAM_TEST(script_config_reads_what_wrappers_of_mpi_show) {
         return execute({"/bin/bash", "lib/run/config.sh"}, start).out;
     };
     const std::string plain = config("mpicxx");
-    if (plain.find("HAVE_MPI") == std::string::npos) return skip("quoted paths of an MPI: no mpicxx");
+    if (!holds(plain, "HAVE_MPI")) return skip("quoted paths of an MPI: no mpicxx");
     const auto shown_by = [&](const std::string& edit) {
         write_script(folder.file("mpicxx"), "mpicxx -show | sed '" + edit + "'\n");
         return config(folder.file("mpicxx"));
     };
     CHECK_EQUAL(shown_by("s/ -\\([IL]\\)\\([^ ]*\\)/ -\\1\"\\2\"/g"), plain);
     CHECK_EQUAL(shown_by("s/^/ccache /"), plain);
-    CHECK(shown_by("s/ -I/ -isystem /g").find("MPI_FLAGS := -isystem /") != std::string::npos);
-    CHECK(shown_by("s|$| -Wl,-rpath,\\\\$ORIGIN/x|").find("\\$$ORIGIN/x\n") != std::string::npos);
+    CHECK(holds(shown_by("s/ -I/ -isystem /g"), "MPI_FLAGS := -isystem /"));
+    CHECK(holds(shown_by("s|$| -Wl,-rpath,\\\\$ORIGIN/x|"), "\\$$ORIGIN/x\n"));
 }
 
 // The scripts of the evidence, each once, on a text and a model that take a tenth of a second.
@@ -178,7 +178,7 @@ PROGRAM_TEST_LONG(run_rehearsal_of_125m) {
                              start);
     REQUIRE_GOOD(r);
     for (const char* name : {"main", "eval", "sample", "report", "export", "resume", "floor", "parity"})
-        CHECK(r.out.find(std::string(name) + ": done after") != std::string::npos);
+        CHECK(holds(r.out, std::string(name) + ": done after"));
 }
 
 // The link that a heading has on GitHub: lower case, words joined by -, without other signs.

@@ -144,8 +144,7 @@ TEST(no_gpu_has_its_own_reason_and_remedy) {
     const auto says = [](const GpuSearch& search, const char* what) {
         tests().checks++;
         const std::string text = why_no_gpu(search);
-        if (text.find(what) == std::string::npos)
-            check_failed(__FILE__, __LINE__, "'%s' is missing in '%s'", what, text.c_str());
+        if (!holds(text, what)) check_failed(__FILE__, __LINE__, "'%s' is missing in '%s'", what, text.c_str());
     };
     GpuSearch search;
     says(search, "holds no CUDA engine");
