@@ -40,7 +40,7 @@ stops_and_resumes() { # stops_and_resumes FOLDER MPIRUN PROGRAM
     "$2" -np 2 "$3" "${small[@]}" --steps 100000 --eval-every 0 --out "$1" >"$work/stopped" 2>&1 &
     local mpirun=$! status
     for _ in $(seq 300); do
-        grep -q 'step 0*12 ' "$work/stopped" && break
+        grep -q '^step 0*[1-9]' "$work/stopped" && break
         sleep 0.1
     done
     kill -USR1 "$mpirun"
