@@ -477,6 +477,23 @@ inline std::string safetensors_bytes(const std::string& header, const std::strin
     const uint64_t length = header.size();
     return std::string(reinterpret_cast<const char*>(&length), 8) + header + data;
 }
+
+// Addresses this process may take beyond what it has, while the object lives: an allocation after a hostile length
+// fails at once.
+struct AddressLimit {
+    struct rlimit before;
+    explicit AddressLimit(uint64_t bytes) {
+        getrlimit(RLIMIT_AS, &before);
+        std::ifstream in("/proc/self/statm");
+        uint64_t pages = 0;
+        in >> pages;
+        struct rlimit limit = before;
+        if (pages) limit.rlim_cur = std::min<rlim_t>(before.rlim_max, pages * uint64_t(sysconf(_SC_PAGESIZE)) + bytes);
+        setrlimit(RLIMIT_AS, &limit);
+    }
+    ~AddressLimit() { setrlimit(RLIMIT_AS, &before); }
+};
+
 }  // namespace program
 
 // mpirun of the machine, "" with a note where the build or the machine has none.

@@ -190,26 +190,6 @@ PROGRAM_TEST(run_validation_is_always_on_the_same_tokens) {
 // ---------------------------------------------------------------------------------------------------------------------
 // The safetensors reader against damaged files.
 
-namespace program {
-
-// Addresses this process may take beyond what it has, while the object lives: an allocation after a hostile length
-// fails at once.
-struct AddressLimit {
-    struct rlimit before;
-    explicit AddressLimit(uint64_t bytes) {
-        getrlimit(RLIMIT_AS, &before);
-        std::ifstream in("/proc/self/statm");
-        uint64_t pages = 0;
-        in >> pages;
-        struct rlimit limit = before;
-        if (pages) limit.rlim_cur = std::min<rlim_t>(before.rlim_max, pages * uint64_t(sysconf(_SC_PAGESIZE)) + bytes);
-        setrlimit(RLIMIT_AS, &limit);
-    }
-    ~AddressLimit() { setrlimit(RLIMIT_AS, &before); }
-};
-
-}  // namespace program
-
 PROGRAM_TEST(run_safetensors_reader_refuses_damaged_files) {
     const std::string path = folder.file("x.safetensors"), data(24, '\1');
     const std::string a = "\"a\":{\"dtype\":\"F32\",\"shape\":[2,2],\"data_offsets\":[0,16]}",
