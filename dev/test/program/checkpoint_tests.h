@@ -227,21 +227,16 @@ TEST(manifest_refuses_hostile_contents) {  // with a right checksum: made by han
          {"\"\"", "\"123\"", "\"0123abcde\"", "\"0123ABCD\"", "\"0x23abcd\"", "\" 123abcd\"", "\"-123abcd\""})
         CHECK_FAILS(1, "m: files[1]: crc32c: found", parse_manifest(with_file("\"b\"", "1", digits), "m"));
     CHECK_FAILS(1, "m: files[1]: crc32c: byte", parse_manifest(with_file("\"b\"", "1", "7"), "m"));
-    CHECK_FAILS(1, "format: found 2, expected 1",
-                parse_manifest(sealed("{\"format\": 2, \"step\": 7, \"files\": [], \"state\": {}"), "m"));
-    CHECK_FAILS(1, "step: found -7",
-                parse_manifest(sealed("{\"format\": 1, \"step\": -7, \"files\": [], \"state\": {}"), "m"));
-    CHECK_FAILS(1, "state: byte",
-                parse_manifest(sealed("{\"format\": 1, \"step\": 7, \"files\": [], \"state\": []"), "m"));
-    CHECK_FAILS(1, "files: byte",
-                parse_manifest(sealed("{\"format\": 1, \"step\": 7, \"files\": {}, \"state\": {}"), "m"));
-    CHECK_FAILS(1, "keys", parse_manifest(sealed("{\"format\": 1, \"step\": 7, \"state\": {}, \"files\": []"), "m"));
-    CHECK_FAILS(1, "keys",
-                parse_manifest(sealed("{\"format\": 1, \"step\": 7, \"files\": [], \"state\": {}, \"more\": 1"), "m"));
-    CHECK_FAILS(1, "no key \"state\"", parse_manifest(sealed("{\"format\": 1, \"step\": 7, \"files\": []"), "m"));
-    CHECK_FAILS(1, "not valid JSON",
-                parse_manifest(sealed("{\"format\": 1, \"step\": 7, \"files\": [], \"state\": {"), "m"));
-    CHECK_FAILS(1, "no key", parse_manifest(sealed("{\"a\":1"), "m"));
+    const std::pair<const char*, const char*> others[] = {
+        {"format: found 2, expected 1", "{\"format\": 2, \"step\": 7, \"files\": [], \"state\": {}"},
+        {"step: found -7", "{\"format\": 1, \"step\": -7, \"files\": [], \"state\": {}"},
+        {"state: byte", "{\"format\": 1, \"step\": 7, \"files\": [], \"state\": []"},
+        {"files: byte", "{\"format\": 1, \"step\": 7, \"files\": {}, \"state\": {}"},
+        {"keys", "{\"format\": 1, \"step\": 7, \"state\": {}, \"files\": []"},
+        {"keys", "{\"format\": 1, \"step\": 7, \"files\": [], \"state\": {}, \"more\": 1"},
+        {"no key \"state\"", "{\"format\": 1, \"step\": 7, \"files\": []"},
+        {"not valid JSON", "{\"format\": 1, \"step\": 7, \"files\": [], \"state\": {"}};
+    for (const auto& [words, text] : others) CHECK_FAILS(1, words, parse_manifest(sealed(text), "m"));
     CHECK_FAILS(1, "m: byte 0", parse_manifest("", "m"));
 }
 
@@ -319,15 +314,8 @@ TEST(checkpoint_newest_intact_is_taken) {
     Lines lines;
     CHECK_EQUAL(newest_intact_checkpoint(run, into(lines)).folder, run + "/step_00000020");
     REQUIRE(lines.size() == 3);
-    const std::string bad = bytes.substr(0, 999) + char(bytes[999] ^ 1);
-    CHECK_EQUAL(
-        lines[0],
-        run + "/step_00001000 is damaged: " + run +
-            format_text(
-                "/step_00001000/model.safetensors has checksum %08x, the manifest says %08x; taking the one before",
-                crc32c(0, bad.data(), 1000), crc32c(0, bytes.data(), 1000)));
-    CHECK_EQUAL(lines[1], run + "/step_00000100 is damaged: " + run +
-                              "/step_00000100/manifest.json is missing; taking the one before");
+    CHECK(holds(lines[0], "/step_00001000 is damaged: ", "/model.safetensors has checksum "));
+    CHECK(holds(lines[1], "/step_00000100 is damaged: ", "/manifest.json is missing; taking the one before"));
     CHECK(holds(lines[2], "/step_00000050 is damaged: "));
     for (int64_t step : {0, 3, 20}) write_file(checkpoint_folder(run, step) + "/config.json", "{}");
     lines.clear();
@@ -593,21 +581,4 @@ TEST(background_task) {
         writer.start([&] { make_checkpoint(folder.path, 1); });
     }
     CHECK(is_intact(folder.path + "/step_00000001"));
-    // Two ranks' jobs and their commit, as a run does it.
-    const std::string writing = begin_checkpoint(folder.path, 2);
-    std::vector<FileRecord> records(2);
-    {
-        BackgroundTask ranks[2];
-        for (size_t rank = 0; rank < 2; rank++)
-            ranks[rank].start([&, rank] {
-                records[rank] = write_text_file(writing + format_text("/optimizer_%05zu-of-00002.safetensors", rank),
-                                                bytes_of(100000, rank));
-            });
-        for (BackgroundTask& rank : ranks) {
-            while (rank.running()) usleep(100);
-            CHECK_EQUAL(rank.error(), "");
-        }
-    }
-    commit_checkpoint(folder.path, 2, records, "{}");
-    CHECK_EQUAL(open_checkpoint(folder.path + "/step_00000002").files.size(), size_t(2));
 }

@@ -71,7 +71,7 @@ PROGRAM_TEST(a_rank_of_eval_that_stops_ends_all) {
     const std::string copy = folder.file("copy"), data = folder.file("a.bin");
     write_file(data, shard(random_tokens(2000000, 1, 64)));
     REQUIRE_GOOD(train({{"out", out}, {"steps", "2"}}));
-    std::filesystem::copy(out, copy, std::filesystem::copy_options::recursive);
+    copy_folder(out, copy);
     const auto rank_on = [&](const std::string& run) {
         const Options options = {{"from", run}, {"val-data", data}, {"stall-timeout", "2"}};
         return joined({"-np", "1", path(), "eval"}, words_of(options));
@@ -96,9 +96,8 @@ PROGRAM_TEST(a_slow_fsync_is_no_stall) {
     if (!file_exists(shim)) skip(shim + ", which make test builds");
     if (mpirun.empty() || !file_exists(shim)) return;
     const std::string log = folder.file("events");
-    Start start;
     // The second fsync of a checkpoint is one of rank 0 alone.
-    start.environment = {"LD_PRELOAD=" + shim, "FAULT=slow_fsync:2:3", "FAULT_FOLDER=" + out, "FAULT_LOG=" + log};
+    const Start start{{"LD_PRELOAD=" + shim, "FAULT=slow_fsync:2:3", "FAULT_FOLDER=" + out, "FAULT_LOG=" + log}};
     const Options options = {{"out", out}, {"steps", "4"}, {"save-every", "2"}, {"stall-timeout", "1"}};
     const Result r = execute(joined({mpirun, "-np", "2", path()}, small_words(ranks_options(options))), start);
     REQUIRE_GOOD(r);
@@ -137,8 +136,7 @@ PROGRAM_TEST(stop_by_signal_and_by_halt_file) {
         options["resume"] = "off", options["out"] = folder.file("whole");
         REQUIRE_GOOD(train(options));
         CHECK_EQUAL(lines_of(losses_of(folder.file("whole"))).back(), lines_of(losses_of(out)).back());
-        const std::string last = format_text("/step_%08lld/model.safetensors", (long long)step + 2);
-        CHECK(read_file(folder.file("whole") + last) == read_file(out + last));
+        CHECK(weights_of(folder.file("whole"), step + 2) == weights_of(out, step + 2));
     }
 }
 
@@ -292,7 +290,7 @@ TEST(stop_while_nobody_reads_what_is_printed) {
 PROGRAM_TEST(checkpoints_fall_back_to_the_newest_intact) {
     const Options options = {{"out", out}, {"steps", "9"}, {"save-every", "3"}, {"schedule", "constant"}};
     REQUIRE_GOOD(train(options));
-    const std::string log = losses_of(out), model = read_file(out + "/step_00000009/model.safetensors");
+    const std::string log = losses_of(out), model = weights_of(out, 9);
     std::string damaged = model;
     damaged[damaged.size() / 2] ^= 1;
     write_file(out + "/step_00000009/model.safetensors", damaged);
@@ -304,14 +302,14 @@ PROGRAM_TEST(checkpoints_fall_back_to_the_newest_intact) {
     CHECK(holds(r.err, "step_00000009 is damaged: ", "checksum", "step_00000006 is damaged: "));
     CHECK(holds(r.out, "step_00000003, step 3\n"));
     CHECK_EQUAL(losses_of(out), log);
-    CHECK(read_file(out + "/step_00000009/model.safetensors") == model);
+    CHECK(weights_of(out, 9) == model);
     // None is intact: that is no reason to begin again over it.
     for (const char* step : {"3", "6", "9"}) std::filesystem::remove(out + "/step_0000000" + step + "/config.json");
     const Result none = train(again);
     CHECK_REFUSED(none, 1, "no checkpoint under " + out + " is intact", "step_00000009", "config.json",
                   "without --resume");
     CHECK(!holds(none.err, "taking the one before"));
-    CHECK(read_file(out + "/step_00000009/model.safetensors") == model);
+    CHECK(weights_of(out, 9) == model);
 }
 
 PROGRAM_TEST(checkpoints_kept_and_removed) {

@@ -5,6 +5,7 @@
 #include <array>
 #include <filesystem>
 #include <functional>
+#include <iterator>
 #include <map>
 #include <regex>
 #include <set>
@@ -49,8 +50,7 @@ struct Start {
     bool only_this_environment = false;
     uint64_t largest_file = 0;   // bytes; 0: no limit. Writing beyond it fails like a full disk
     uint64_t address_space = 0;  // bytes; 0: no limit
-    std::string kill_after;      // SIGKILL when stdout holds this
-    std::string input;           // stdin: a file; "": empty
+    std::string input = "";      // stdin: a file; "": empty
     int terminal_columns = 0;    // not 0: stdout and stderr are one terminal of this width, all in Result::out
     double seconds = 60;         // limit
 };
@@ -145,7 +145,7 @@ inline Result execute(const Words& words, const Start& start = {}) {
     });
     close(out[1]), close(err[1]), close(null);
     Result result;
-    bool killed = false, late = false;
+    bool late = false;
     struct pollfd streams[2] = {{out[0], POLLIN, 0}, {err[0], POLLIN, 0}};
     while (streams[0].fd >= 0 || streams[1].fd >= 0) {
         poll(streams, 2, 100);
@@ -156,10 +156,9 @@ inline Result execute(const Words& words, const Start& start = {}) {
             if (n > 0) (i ? result.err : result.out).append(bytes, size_t(n));
             else if (n == 0 || errno != EINTR) close(streams[i].fd), streams[i].fd = -1;
         }
-        late = seconds_now() - begin > start.seconds;
-        if (!killed && (late || (!start.kill_after.empty() && holds(result.out, start.kill_after)))) {
+        if (!late && seconds_now() - begin > start.seconds) {
             kill(-child, SIGKILL);  // the group: its own children too
-            killed = true;
+            late = true;
         }
     }
     int status;
@@ -174,6 +173,11 @@ inline Result run(const Words& arguments, const Start& start = {}) {
     return execute(joined({path()}, arguments), start);
 }
 
+// What blanks part.
+inline Words parse_words(const std::string& text) {
+    std::istringstream in(text);
+    return {std::istream_iterator<std::string>(in), {}};
+}
 inline Words words_of(const Options& options) {
     Words words;
     for (const auto& [name, value] : options) words.push_back("--" + name + "=" + value);
@@ -305,6 +309,10 @@ inline void write_good_and_bad_shard(const TempFolder& folder) {
 
 inline void copy_folder(const std::string& from, const std::string& to) {
     std::filesystem::copy(from, to, std::filesystem::copy_options::recursive);
+}
+
+inline std::string weights_of(const std::string& run, int64_t step) {
+    return read_file(checkpoint_folder(run, step) + "/model.safetensors");
 }
 
 constexpr const char* OPTIMIZER = "optimizer_00000-of-00001.safetensors";

@@ -143,14 +143,14 @@ PROGRAM_TEST(run_config_json_is_checked_field_by_field) {
 // Checkpoints and resuming.
 
 PROGRAM_TEST(run_resume_without_checkpoint_says_so_and_starts) {
-    const Result first = train({{"out", folder.file("run")}, {"resume", "on"}});
+    const Result first = train({{"out", out}, {"resume", "on"}});
     REQUIRE_GOOD(first);
-    CHECK(holds(first.out, "nothing to resume under " + folder.file("run")));
+    CHECK(holds(first.out, "nothing to resume under " + out));
     CHECK(holds(first.out, "step 0001 |"));
-    const Result again = train({{"out", folder.file("run")}, {"resume", "on"}});  // already finished
+    const Result again = train({{"out", out}, {"resume", "on"}});  // already finished
     REQUIRE_GOOD(again);
     CHECK(!holds(again.out, "nothing to resume") && !holds(again.out, "step 0001 |"));
-    CHECK(!file_exists(folder.file("run.1")));
+    CHECK(!file_exists(out + ".1"));
 }
 
 PROGRAM_TEST(run_earlier_run_is_moved_aside) {
@@ -159,11 +159,11 @@ PROGRAM_TEST(run_earlier_run_is_moved_aside) {
         const Result r = train({{"out", out}, {"seed", seed}});
         REQUIRE_GOOD(r);
         CHECK_EQUAL(holds(r.out, "moved to"), seed[0] != '1');
-        models.push_back(read_file(out + "/step_00000002/model.safetensors"));
+        models.push_back(weights_of(out, 2));
     }
     CHECK(models[0] != models[1] && models[1] != models[2]);
-    CHECK(read_file(out + ".1/step_00000002/model.safetensors") == models[0]);
-    CHECK(read_file(out + ".2/step_00000002/model.safetensors") == models[1]);
+    CHECK(weights_of(out + ".1", 2) == models[0]);
+    CHECK(weights_of(out + ".2", 2) == models[1]);
     CHECK(file_exists(out + ".1/main.log") && file_exists(out + ".1/log.jsonl") && file_exists(out + ".1/run.json"));
     CHECK_EQUAL(lines_of(read_file(out + "/main.log")).size(), 4u);  // this run's lines alone
 }
@@ -184,11 +184,11 @@ PROGRAM_TEST(run_leaves_the_files_of_others_alone) {
     write_file(real + "/thesis.txt", "mine");
     CHECK_EQUAL(symlink(real.c_str(), link.c_str()), 0);
     REQUIRE_GOOD(train({{"out", link}}));
-    const std::string model = read_file(real + "/step_00000002/model.safetensors");
+    const std::string model = weights_of(real, 2);
     const Result again = train({{"out", link}, {"seed", "2"}});
     REQUIRE_GOOD(again);
     CHECK(holds(again.out, "moved to " + real + ".1;"));
-    CHECK(read_file(real + ".1/step_00000002/model.safetensors") == model && file_exists(real + ".1/main.log"));
+    CHECK(weights_of(real + ".1", 2) == model && file_exists(real + ".1/main.log"));
     CHECK(!file_exists(real + ".1/thesis.txt") && file_exists(real + "/thesis.txt") && file_exists(real + "/src"));
     CHECK(file_exists(real + "/step_00000002") && file_exists(link + "/main.log"));
 }

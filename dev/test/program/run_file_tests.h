@@ -171,14 +171,14 @@ PROGRAM_TEST(run_logs_have_the_promised_form) {
 // Validation sees the same tokens every time: with a learning rate of 0 nothing changes, not even the last digit.
 PROGRAM_TEST(run_validation_is_always_on_the_same_tokens) {
     const std::string data = write_small_corpus(folder, "train.bin", 1), val = write_small_corpus(folder, "val.bin", 2);
-    REQUIRE_GOOD(train({{"out", folder.file("run")},
+    REQUIRE_GOOD(train({{"out", out},
                         {"data", data},
                         {"val-data", val},
                         {"lr", "1e-30"},  // too small to change a weight
                         {"steps", "4"},
                         {"eval-every", "1"},
                         {"init", "random"}}));
-    const std::vector<double> losses = logged(folder.file("run"), "val_loss");
+    const std::vector<double> losses = logged(out, "val_loss");
     CHECK_EQUAL(losses.size(), 5u);
     for (const double loss : losses) CHECK_EQUAL(loss, losses[0]);
     // More than there is is all there is: 15 samples, in micro-batches of 2.
@@ -234,48 +234,30 @@ PROGRAM_TEST(run_safetensors_reader_refuses_damaged_files) {
     };
     const std::string headers[] = {
         "",
-        " ",
         "[]",
-        "7",
-        "null",
         "{",
         "{}",
         "{\"a\":1}",
         "{\"a\":{}}",
-        "{\"a\":[]}",
         "{\"__metadata__\":[]," + a + "," + b + "}",
         "{\"__metadata__\":{\"k\":1}," + a + "," + b + "}",
         "{" + a + "," + a + "}",
         "{" + a + "}",
-        "{" + a + "," + b + ",}",
-        "{" + a + "," + b + "}x",
-        "\xff{" + a + "," + b + "}",
-        std::string(200, '['),
         entry("\"F32\"", "[6]", "[0]"),
         entry("\"F32\"", "[6]", "[0,24,24]"),
-        entry("\"F32\"", "[6]", "[]"),
         entry("\"F32\"", "[6]", "\"0,24\""),
         entry("\"F32\"", "6", "[0,24]"),
         entry("\"F32\"", "[6.0]", "[0,24]"),
-        entry("\"F32\"", "[\"6\"]", "[0,24]"),
         entry("\"F32\"", "[6]", "[0.0,24]"),
-        entry("\"F32\"", "[6]", "[\"0\",24]"),
         entry("\"F31\"", "[6]", "[0,24]"),
-        entry("\"f32\"", "[6]", "[0,24]"),
-        entry("\"\"", "[6]", "[0,24]"),
         entry("4", "[6]", "[0,24]"),
-        entry("null", "[6]", "[0,24]"),
         entry("\"F32\"", "[6]", "[-24,0]"),
         entry("\"F32\"", "[6]", "[24,0]"),
-        entry("\"F32\"", "[6]", "[-1,23]"),
-        entry("\"F32\"", "[6]", "[1,25]"),
         entry("\"F32\"", "[6]", "[0,25]"),
         entry("\"F32\"", "[5]", "[0,20]"),
         entry("\"F32\"", "[5]", "[4,24]"),
-        entry("\"F32\"", "[7]", "[0,28]"),
         entry("\"F32\"", "[6]", "[0,23]"),
         entry("\"U8\"", "[6]", "[0,24]"),
-        entry("\"F32\"", "[6]", "[0,9223372036854775807]"),
         entry("\"F32\"", "[6]", "[9223372036854775800,9223372036854775807]"),
         entry("\"F32\"", "[6]", "[0,18446744073709551616]"),
         entry("\"F32\"", "[-6]", "[0,24]"),
@@ -283,16 +265,10 @@ PROGRAM_TEST(run_safetensors_reader_refuses_damaged_files) {
         entry("\"F32\"", "[9223372036854775807]", "[0,24]"),
         entry("\"F32\"", "[4611686018427387905,4]", "[0,24]"),  // 4 * 4 * (2^62 + 1) is 16 modulo 2^64
         entry("\"F64\"", "[4294967296,4294967296]", "[0,0]"),
-        entry("\"F32\"", "[2147483648,2147483648,4]", "[0,0]"),
-        entry("\"U8\"", "[18446744073709551640]", "[0,24]"),
         entry("\"U8\"", "[4294967296,4294967296]", "[0,0]"),  // 2^64 bytes, which would count as none
-        entry("\"F64\"", "[1e3]", "[0,8]"),
         "{" + a + ",\"b\":{\"dtype\":\"U8\",\"shape\":[16],\"data_offsets\":[8,24]}}",  // overlap
         "{" + a + ",\"b\":{\"dtype\":\"U8\",\"shape\":[4],\"data_offsets\":[20,24]}}",  // hole
-        "{" + a + ",\"b\":{\"dtype\":\"U8\",\"shape\":[16],\"data_offsets\":[0,16]}}",  // the same bytes twice, the
-                                                                                        // last left over
-        "{\"a\":{\"dtype\":\"U8\",\"shape\":[24],\"data_offsets\":[0,24]},\"b\":{\"dtype\":\"U8\",\"shape\":[24],"
-        "\"data_offsets\":[0,24]}}",
+        "{" + a + ",\"b\":{\"dtype\":\"U8\",\"shape\":[16],\"data_offsets\":[0,16]}}",  // the same bytes twice
     };
     for (const std::string& h : headers) CHECK_FAILS(1, path.c_str(), open(header(h)));
     CHECK_FAILS(1, path.c_str(), open(std::string(7, '\0')));
@@ -376,11 +352,9 @@ PROGRAM_TEST(run_dump_state_is_what_pytorch_computes) {
             std::memcpy(&x, golden.get(tensor, "F64", {1}).data, sizeof x);
             return x;
         };
-        std::istringstream in(golden.metadata.at("options"));
-        Words words = {"--dump-state", folder.file(name), "--threads", "1"};
-        in.ignore(std::numeric_limits<std::streamsize>::max(), ' ');
-        for (std::string word; in >> word;) words.push_back(word);
-        REQUIRE_GOOD(run(words));
+        Words words = parse_words(golden.metadata.at("options"));
+        words.erase(words.begin());  // the name
+        REQUIRE_GOOD(run(joined(words, {"--dump-state", folder.file(name), "--threads", "1"})));
         const RawFile dump = read_raw(folder.file(name));
         const double limit = 2e-5;
         CHECK_NEAR(dump.tensors.at("loss").values<float>()[0], value("loss"), limit * value("loss"));
@@ -406,10 +380,7 @@ PROGRAM_TEST(run_dump_state_holds_what_it_promises) {
         {"init", "random"}, {"layers", "2"}, {"heads", "4"}, {"kv-groups", "2"}, {"out", folder.file("none")}};
     for (const bool nsa : {true, false}) {
         const std::string path = folder.file(nsa ? "nsa.safetensors" : "full.safetensors");
-        Options more = options;
-        more["attention"] = nsa ? "nsa" : "full", more["dump-state"] = path;
-        const Result r = train(more);
-        REQUIRE_GOOD(r);
+        REQUIRE_GOOD(train(merged(options, {{"attention", nsa ? "nsa" : "full"}, {"dump-state", path}})));
         CHECK(!file_exists(folder.file("none")));  // no run was begun
         const RawFile dump = read_raw(path);
         const auto expected = tensors_of_the_design(V, C, L, 4, groups, 8, 8, 8, 32, nsa);
@@ -452,15 +423,11 @@ PROGRAM_TEST(run_dump_state_holds_what_it_promises) {
         }
     }
     // The limits of a comparison follow from the precision.
-    Options narrow = options;
-    narrow["cpu-dtype"] = "bf16", narrow["dump-state"] = folder.file("bf16.safetensors");
-    REQUIRE_GOOD(train(narrow));
+    REQUIRE_GOOD(train(merged(options, {{"cpu-dtype", "bf16"}, {"dump-state", folder.file("bf16.safetensors")}})));
     CHECK_EQUAL(read_raw(folder.file("bf16.safetensors")).metadata.at("precision"),
                 std::string(HAVE_BF16 ? "bf16" : "fp32"));
     // The parameters are those that training starts from: with a learning rate of 0 they are the checkpoint's.
-    Options still = options;
-    still["lr"] = "1e-30", still["steps"] = "1", still["out"] = folder.file("still");
-    REQUIRE_GOOD(train(still));
+    REQUIRE_GOOD(train(merged(options, {{"lr", "1e-30"}, {"steps", "1"}, {"out", folder.file("still")}})));
     const RawFile first = read_raw(folder.file("nsa.safetensors")),
                   model = read_raw(folder.file("still/step_00000001/model.safetensors"));
     for (const auto& [name, tensor] : model.tensors) CHECK(first.tensors.at(name).bytes == tensor.bytes);
@@ -472,11 +439,9 @@ PROGRAM_TEST(run_dump_state_holds_what_it_promises) {
     CHECK_NEAR(logged(folder.file("still"), "loss")[0], first.tensors.at("loss").values<float>()[0], 1e-6);
     CHECK_NEAR(logged(folder.file("still"), "grad_norm")[0], std::sqrt(square), 1e-5 * std::sqrt(square) + 1e-6);
     // With --resume: of the checkpoint.
-    Options resumed = options;
-    resumed["out"] = folder.file("moved"), resumed["steps"] = "2";
-    REQUIRE_GOOD(train(resumed));
-    resumed["resume"] = "on", resumed["dump-state"] = folder.file("resumed.safetensors");
-    REQUIRE_GOOD(train(resumed));
+    const Options moving = merged(options, {{"steps", "2"}, {"out", folder.file("moved")}});
+    REQUIRE_GOOD(train(moving));
+    REQUIRE_GOOD(train(merged(moving, {{"resume", "on"}, {"dump-state", folder.file("resumed.safetensors")}})));
     const RawFile second = read_raw(folder.file("resumed.safetensors")),
                   moved = read_raw(folder.file("moved/step_00000002/model.safetensors"));
     for (const auto& [name, tensor] : moved.tensors) CHECK(second.tensors.at(name).bytes == tensor.bytes);

@@ -59,8 +59,7 @@ PROGRAM_TEST(run_resumed_bare_is_the_run) {
     const Result resumed = run({"--resume", "--out", folder.file("parts")});
     REQUIRE_GOOD(resumed);
     CHECK(!holds(resumed.out, "resume: --"));  // nothing has changed
-    CHECK(read_file(folder.file("whole/step_00000004/model.safetensors")) ==
-          read_file(folder.file("parts/step_00000004/model.safetensors")));
+    CHECK(weights_of(folder.file("whole"), 4) == weights_of(folder.file("parts"), 4));
     const auto with_statistics = [&](const char* out) {
         std::vector<int64_t> steps;
         for (const Json& line : log_of(folder.file(out)))
@@ -107,7 +106,7 @@ TEST_LONG(pytorch_repeats_an_update) {
         TempFolder folder;
         const std::string out = folder.file("run"), part = folder.file("part"), state = folder.file("state");
         REQUIRE_GOOD(train({{"optimizer", optimizer}, {"steps", "5"}, {"save-every", "1"}, {"out", out}}));
-        std::filesystem::copy(out, part, std::filesystem::copy_options::recursive);
+        copy_folder(out, part);
         for (const char* later : {"/step_00000004", "/step_00000005"}) std::filesystem::remove_all(part + later);
         REQUIRE_GOOD(run({"--resume", part, "--dump-state", state}));
         const auto compare = [&](const char* after) {
@@ -218,27 +217,6 @@ PROGRAM_TEST(run_resumed_behind_its_end_leaves_run_json) {
     CHECK(!file_exists(json));
 }
 
-// A path through a link and then up is what it is to every other program, and to a resume from another folder.
-PROGRAM_TEST(run_follows_links_before_it_goes_up) {
-    make_folders(folder.file("big/train")), make_folders(folder.file("big/other"));
-    make_folders(folder.file("local/other"));
-    write_small_corpus(folder, "big/other/x.bin", 1), write_small_corpus(folder, "local/other/x.bin", 2);
-    CHECK(symlink("../big/train", folder.file("local/data").c_str()) == 0);
-    const auto in = [&](const std::string& where, const std::string& words) {
-        return execute({"/bin/sh", "-c", "cd " + folder.file(where) + " && " + path() + " " + words});
-    };
-    std::string words = "--data 'local/data/../other/x*.bin' --out run";
-    for (const std::string& word : small_words()) words += " " + word;
-    REQUIRE_GOOD(in("", words));
-    REQUIRE_GOOD(in("big", "--resume --out ../run --steps 3"));  // another corpus would be refused
-    const std::string shards = read_manifest(folder.file("run/step_00000003")).state.array("shards", "")[0].text;
-    CHECK(std::filesystem::equivalent(shards, folder.file("big/other/x.bin")));
-    const Json options = parse_json(read_file(folder.file("run/run.json")), "run.json");
-    CHECK(std::filesystem::equivalent(folder_of(options.string("data", "run.json")), folder.file("big/other")));
-    // The shards of both folders are two files, whatever the text of their paths.
-    REQUIRE_GOOD(in("", words + "2 --val-data local/other/x.bin"));
-}
-
 // A loss that ends above where it began is said, of validation and, where there is none, of training.
 PROGRAM_TEST(run_says_that_it_ends_worse_than_it_began) {
     write_small_corpus(folder, "a.bin", 1), write_small_corpus(folder, "b.bin", 2);
@@ -336,8 +314,7 @@ PROGRAM_TEST(run_begins_with_the_shape_of_the_weights) {
     const std::string longer = folder.file("longer");
     REQUIRE_GOOD(run({"--init-from=" + folder.file("first"), "--out=" + longer, "--steps=1", "--warmup=0", "--lr=1e-30",
                       "--weight-decay=0", "--seq-len=128", "--rope-base=3000000", "--eval-batches=1", "--threads=1"}));
-    CHECK(read_file(longer + "/step_00000001/model.safetensors") ==
-          read_file(folder.file("first/step_00000002/model.safetensors")));
+    CHECK(weights_of(longer, 1) == weights_of(folder.file("first"), 2));
     CHECK_REFUSED(run({"--resume", "--out=" + longer, "--rope-base=10000"}), 1, "cannot resume from",
                   "rope_base is 3000000 there and 10000 in this run", "--init-from");
     const Words eval = {"eval", "--val-data=synthetic", "--threads=1", "--seq-len=128", "--from"};
@@ -350,26 +327,6 @@ PROGRAM_TEST(run_begins_with_the_shape_of_the_weights) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Errors that end a run.
-
-// A token outside the vocabulary is found before step 1, wherever it is.
-PROGRAM_TEST(run_bad_token_is_named_before_the_first_step) {
-    const std::string file = folder.file("train.bin"), good = folder.file("good.bin");
-    std::vector<uint16_t> tokens = random_tokens(3000000, 1);
-    write_file(good, shard(std::vector<uint16_t>(tokens.begin(), tokens.begin() + 1000)));
-    tokens[2999990] = 256;
-    write_file(file, shard(tokens));
-    const Options options = {{"out", folder.file("run")}, {"data", file}, {"steps", "1"}, {"batch", "1"}};
-    const std::string byte = format_text("token 256 at byte %d", 1024 + 2 * 2999990);
-    const Result r = train(options);
-    CHECK_REFUSED(r, 1, file, byte, "vocabulary of 256");
-    CHECK(!holds(r.out, "step 0") && !file_exists(folder.file("run")));
-    CHECK_REFUSED(train({{"out", folder.file("run")}, {"data", good}, {"val-data", file}}), 1, file, byte);
-    const std::string mpirun = find_mpirun("bad token on two ranks");
-    if (mpirun.empty()) return;
-    const Result ranks = train_on_ranks(mpirun, 2, options);
-    CHECK(ranks.status != 0 && !file_exists(folder.file("run")));
-    CHECK(holds(ranks.err, byte));
-}
 
 // Damages a shard once the run has logged step 3.
 struct ShardDamage {

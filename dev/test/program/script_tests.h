@@ -89,9 +89,8 @@ TEST(script_demo_empties_no_folder_of_others) {
     write_file(out + "/thesis.txt", "years");
     write_file(text, "text");
     const auto demo = [&](const std::string& to) {
-        program::Start start;
-        start.environment = {"TEXT=" + text, "OUT=" + to, "PROGRAM=/bin/true"};
-        return program::execute({"/bin/bash", std::filesystem::absolute("dev/demo.sh")}, start);
+        return program::execute({"/bin/bash", std::filesystem::absolute("dev/demo.sh")},
+                                {{"TEXT=" + text, "OUT=" + to, "PROGRAM=/bin/true"}});
     };
     const auto refused = demo(out);
     CHECK_EQUAL(refused.status, 1);
@@ -110,9 +109,8 @@ TEST(script_demo_empties_no_folder_of_others) {
 // compiler by ccache, and what it says is for a shell, and goes through make.
 PROGRAM_TEST(script_config_reads_what_wrappers_of_mpi_show) {
     const auto config = [&](const std::string& wrapper) {
-        Start start;
-        start.environment = {"CXX=g++",   "CPPFLAGS=", "CXXFLAGS=",    "LDFLAGS=",         "GPU=cuda",
-                             "NO_CUDA=1", "NO_OMP=1",  "MARCH=native", "MPICXX=" + wrapper};
+        const Start start{{"CXX=g++", "CPPFLAGS=", "CXXFLAGS=", "LDFLAGS=", "GPU=cuda", "NO_CUDA=1", "NO_OMP=1",
+                           "MARCH=native", "MPICXX=" + wrapper}};
         return execute({"/bin/bash", "lib/run/config.sh"}, start).out;
     };
     const std::string plain = config("mpicxx");
@@ -155,8 +153,7 @@ PROGRAM_TEST(run_scripts_of_the_evidence) {
         {"needle.py", "make", folder.file("needle"), "--program", path(), "--samples", "20", "--trials", "3",
          "--lengths", "256"},
     };
-    Start start;
-    start.environment = {"PYTHONDONTWRITEBYTECODE=1"};
+    const Start start{{"PYTHONDONTWRITEBYTECODE=1"}};
     for (Words words : commands) {
         words[0] = scripts + words[0];
         REQUIRE_GOOD(execute(joined({"/usr/bin/env"}, words), start));
