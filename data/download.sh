@@ -21,6 +21,11 @@ usage_error() {
     exit 2
 }
 
+quoted() { # WORD: as it can be pasted into a shell
+    local quote="'"
+    echo "'${1//$quote/$quote\\$quote$quote}'"
+}
+
 need_number() { # OPTION VALUE LEAST MOST
     if ! [[ $2 =~ ^[0-9]{1,9}$ ]] || ((10#$2 < $3 || 10#$2 > $4)); then
         usage_error "$1 '$2': expected a number from $3 to $4"

@@ -69,5 +69,5 @@ done
 
 cat <<END
 $dir holds $shards training shards and one validation shard. Train on them with
-    ./train_nsa --model 125m --data '$dir/${name}_train_*.bin' --val-data '$dir/${name}_val_*.bin'
+    ./train_nsa --model 125m --data $(quoted "$dir/${name}_train_*.bin") --val-data $(quoted "$dir/${name}_val_*.bin")
 END

@@ -79,5 +79,6 @@ done
     die "could not make token shards of $dir/*.jsonl"
 cat <<END
 Train on the shards with
-    ./train_nsa --model 125m --data '$dir/fineweb_edu_train_*.bin' --val-data '$dir/fineweb_edu_val_*.bin'
+    ./train_nsa --model 125m --data $(quoted "$dir/fineweb_edu_train_*.bin") \
+--val-data $(quoted "$dir/fineweb_edu_val_*.bin")
 END

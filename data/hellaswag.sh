@@ -39,5 +39,5 @@ download https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswa
     "$dir/hellaswag_val.jsonl" check_items
 cat <<END
 $dir/hellaswag_val.jsonl is there. Evaluate a run on it with
-    ./train_nsa eval --from RUN --hellaswag $dir/hellaswag_val.jsonl
+    ./train_nsa eval --from RUN --hellaswag $(quoted "$dir/hellaswag_val.jsonl")
 END
