@@ -47,7 +47,7 @@ mkdir -p "${OUT:=dev/results}"
 report=$OUT/$(echo "$gpu" | tr ' /' '__')-$(date +%Y-%m-%d).md
 whole=${report%.md}.log failed=0
 touch "$report"
-commit="commit ${COMMIT:-$(git describe --always --dirty 2>/dev/null || echo unknown)}"
+commit="commit ${COMMIT:-$(git --git-dir=.git --work-tree=. describe --always --dirty 2>/dev/null || echo unknown)}"
 
 # Some toolkits lack cuBLASLt, which PyTorch's wheels have. Puts its headers and library into build/cublas, without the
 # CUDA runtime that lies beside them, and tells nvcc where they are.
