@@ -110,12 +110,13 @@ inline bool is_finished(const RunHistory& run) {
     return !steps.empty() && run.last_step >= std::atoll(steps.c_str());
 }
 
-// now: since 1970. A run whose last line is no older than a minute, or than a few of its steps, is taken to be at work.
+// now: since 1970. A run whose last line is no older than a minute, or than a few of its steps, is taken to be at work;
+// one whose clock went far ahead is not.
 inline std::string describe_state(const RunHistory& run, double now) {
     const std::string steps = run.option("steps");
     const std::string at = format_text("step %lld", (long long)run.last_step) + (steps.empty() ? "" : " of " + steps);
     if (is_finished(run)) return "finished, " + at;
-    const double age = now - run.last_time, step_ms = median_value(run.series("ms"));
+    const double age = std::fabs(now - run.last_time), step_ms = median_value(run.series("ms"));
     const double patience = std::fmax(60, std::isfinite(step_ms) ? step_ms * 5e-3 : 0);
     return (age < patience ? "running, " : "ended early, ") + at;
 }
