@@ -77,15 +77,20 @@ inline std::string read_separator(const std::string& written) {
     return out;
 }
 
+constexpr const char* CONVERT_ENCODING =
+    "text in another encoding can be converted: iconv -f LATIN1 -t UTF-8 FILE > NEW";
+
 inline uint64_t count_end_of_text(const std::string& text) {
     uint64_t count = 0;
     for (size_t at = 0; (at = text.find(END_OF_TEXT, at)) != std::string::npos; at++) count++;
     return count;
 }
 
-// For a verb that takes a text as one document.
-inline void warn_of_end_of_text(const std::string& text, const std::string& where) {
-    if (const uint64_t count = count_end_of_text(text))
+// For a verb that takes each text as one document: one line, however many there are.
+inline void warn_of_end_of_text(const std::vector<std::string>& texts, const std::string& where) {
+    uint64_t count = 0;
+    for (const std::string& text : texts) count += count_end_of_text(text);
+    if (count)
         complain(format_text("%s: %s stands in it %llu %s and is read as ordinary text, not as the end of a document",
                              where.c_str(), END_OF_TEXT, (unsigned long long)count, count == 1 ? "time" : "times"));
 }
@@ -363,6 +368,8 @@ inline WholeText whole_text(const std::string& path, const std::string& reader) 
     TextInput input;
     input.is_stdin = path == "-";
     input.is_jsonl = has_ending(path, ".jsonl");
+    if (!file_exists(path) && path.find_first_of("*?[") != std::string::npos)
+        fail("cannot open %s: no file has this name; patterns are the shell's, without quotes", path.c_str());
     if (!input.is_stdin) text_file_size(input.path = path);
     TextFile file(input, reader);
     if (input.is_stdin) input.is_jsonl = file.begins_with_brace();
@@ -388,6 +395,23 @@ inline Documents read_documents(const std::string& path, const std::string& read
         block, [&](const std::string& document, uint64_t) { documents.texts.push_back(document); },
         [](const Error&) { throw; });
     return documents;
+}
+
+// What is no error in them and may not be meant; a .jsonl is always UTF-8.
+inline void warn_of_documents(const Documents& documents, const std::string& where) {
+    warn_of_end_of_text(documents.texts, where);
+    uint64_t invalid = 0;
+    uint32_t code;
+    for (const std::string& text : documents.texts)
+        for (size_t i = 0; i < text.size();) {
+            const int length = utf8_decode(text.data() + i, text.size() - i, &code);
+            invalid += length == 0;
+            i += size_t(length ? length : 1);
+        }
+    if (invalid)
+        complain(format_text("%s: %s that %s not valid UTF-8 %s; %s", where.c_str(),
+                             counted(int64_t(invalid), "byte").c_str(), invalid == 1 ? "is" : "are",
+                             invalid == 1 ? "is read as it is" : "are read as they are", CONVERT_ENCODING));
 }
 
 // A document longer than a block is handed on in fragments, cut only where the pre-tokeniser always cuts, so that it
@@ -657,10 +681,8 @@ inline void warn_of_oddities(const TokenizeOptions& options, const TextInputs& i
                         "lines of files from Windows end in \\r\\n",
                         json_quote(options.split_documents).c_str()));
     if (counts.invalid_utf8.count)
-        complain(
-            format_text("bytes that are not valid UTF-8 were kept as they are, %s; text in another encoding can "
-                        "be converted: iconv -f LATIN1 -t UTF-8 FILE > NEW",
-                        counts.invalid_utf8.words().c_str()));
+        complain(format_text("bytes that are not valid UTF-8 were kept as they are, %s; %s",
+                             counts.invalid_utf8.words().c_str(), CONVERT_ENCODING));
     if (counts.end_of_text.count)
         complain(
             format_text("%s in the text is read as ordinary text, not as the end of a document, %s; --split-documents "

@@ -383,7 +383,7 @@ void warn_of_doubtful_options(const TrainConfig& c) {
             format_text("--steps %lld ends within the %lld steps of --warmup: the learning rate never gets "
                         "beyond %.2g of --lr %g",
                         (long long)c.steps, (long long)warmup, double(c.steps) / double(warmup), c.lr));
-    warn_of_end_of_text(c.prompt, "--prompt");
+    warn_of_end_of_text({c.prompt}, "--prompt");
     if (c.sample_tokens > c.seq_len && c.is_given("sample-tokens"))
         complain(
             format_text("--sample-tokens %lld is more than --seq-len %lld: what the model writes beyond "

@@ -27,17 +27,17 @@ std::vector<std::string> read_prompts(const SampleConfig& c) {
     if (c.interactive && (!c.prompt.empty() || !c.prompt_file.empty()))
         fail_usage("--interactive reads its prompts from stdin: leave out --prompt and --prompt-file");
     if (c.prompt_file.empty()) {
-        warn_of_end_of_text(c.prompt, "--prompt");
+        warn_of_end_of_text({c.prompt}, "--prompt");
         return {c.prompt};
     }
     if (!c.prompt.empty()) fail_usage("--prompt and --prompt-file: give one of them");
     std::vector<std::string> prompts;
     for (const std::string& path : c.prompt_file) {
         Documents of_file = read_documents(path, "sample --prompt-file");
+        warn_of_documents(of_file, "--prompt-file " + path);
         for (std::string& text : of_file.texts) {
             for (const char end : {'\n', '\r'})
                 if (!of_file.is_jsonl && !text.empty() && text.back() == end) text.pop_back();
-            warn_of_end_of_text(text, "--prompt-file " + path);
             prompts.push_back(text);
         }
     }
@@ -77,7 +77,7 @@ void converse(const Tokenizer& tokenizer, int64_t length, int64_t count,
     };
     ask();
     for (std::string line; std::getline(std::cin, line); ask()) {
-        warn_of_end_of_text(line, "--interactive");
+        warn_of_end_of_text({line}, "--interactive");
         const bool goes_on = unread.back() != tokenizer.end_of_text;
         for (const uint16_t id : tokenizer.encode((goes_on ? "\n" : "") + line)) unread.push_back(id);
         for (int64_t i = 0; i < count; i++) {

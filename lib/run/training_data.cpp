@@ -57,7 +57,7 @@ TrainingData open_training_data(const std::string& train, const std::string& val
 // --hellaswag, with a warning where rows do not fit into what the model reads at a time.
 static ChoiceTask open_choices(const TrainConfig& c, const World& world, const Tokenizer* tokenizer) {
     ChoiceTask task = read_choices(c.hellaswag, tokenizer, int(c.vocab_size), size_t(c.seq_len));
-    if (world.rank == 0) warn_of_end_of_text(read_file(c.hellaswag), "--hellaswag " + c.hellaswag);
+    if (world.rank == 0) warn_of_end_of_text({read_file(c.hellaswag)}, "--hellaswag " + c.hellaswag);
     if (task.cut && world.rank == 0)
         complain(
             format_text("--hellaswag %s: %zu of %zu rows are longer than --seq-len %lld and lost their beginning, %zu "
@@ -93,9 +93,10 @@ static TokenSource text_source(const std::string& file, const Tokenizer& tokeniz
     const Progress progress("reading " + file);
     std::vector<uint16_t> tokens;
     Encoder encoder(tokenizer);
-    for (const std::string& document : read_documents(file, "eval --text").texts) {
+    const Documents of_file = read_documents(file, "eval --text");
+    if (says) warn_of_documents(of_file, "--text " + file);
+    for (const std::string& document : of_file.texts) {
         if (document.empty()) continue;
-        if (says) warn_of_end_of_text(document, "--text " + file);
         tokens.push_back(tokenizer.end_of_text);
         encoder.append(document, tokens);
     }

@@ -65,7 +65,7 @@ class Inspection {
         const std::vector<std::string> texts = read_documents(file, "inspect --text").texts;
         if (texts.size() != 1) fail("--text %s: inspect shows one document, not %zu", file.c_str(), texts.size());
         const std::string& text = texts[0];
-        warn_of_end_of_text(text, "--text " + file);
+        warn_of_end_of_text(texts, "--text " + file);
         take_tokens(tokenizer.encode(text), file);
         std::vector<std::string> bytes = {""};
         for (size_t i = 1; i < tokens.size(); i++) bytes.push_back(tokenizer.decode({uint16_t(tokens[i])}));

@@ -265,6 +265,18 @@ PROGRAM_TEST(run_sample_takes_prompts_from_files) {
         CHECK_EQUAL(marked.status, 0);
         CHECK(holds(marked.err, "<|endoftext|>"));
     }
+    // Of many documents one line, and one where bytes are no UTF-8, as those of another encoding.
+    write_file(folder.file("marked.jsonl"), "{\"text\": \"1<|endoftext|>\"}\n{\"text\": \"2<|endoftext|>\"}\n");
+    write_file(folder.file("latin.txt"), "caf\xe9");
+    for (const Words& words : {Words{"sample", "--prompt-file"}, Words{"eval", "--text"}}) {
+        const auto said = [&](const char* name) {
+            return run(joined(words, {folder.file(name), "--from", out, "--threads", "1"})).err;
+        };
+        const std::string marked = said("marked.jsonl");
+        CHECK(holds(marked, "2 times"));
+        CHECK_EQUAL(marked.find("<|endoftext|>"), marked.rfind("<|endoftext|>"));
+        CHECK(holds(said("latin.txt"), "UTF-8"));
+    }
     Start start;
     start.input = folder.file("two");
     CHECK_EQUAL(sample({"--prompt-file", "-"}, start).out, two);
