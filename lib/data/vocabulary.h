@@ -125,8 +125,8 @@ struct MergedTokens {
     // ids: {"token": id}, in which nothing but end-of-text stands beside the bytes and what was merged.
     void check_ids(const std::string& path, const Json& ids) const {
         if (place_of.size() != size - 1)
-            fail("%s: %zu merges, expected %zu: the file is cut short", file.c_str(), place_of.size() - 256,
-                 size - 257);
+            fail("%s: %zu merges, expected %zu: the file is cut short, or other tokens stand before <|endoftext|>",
+                 file.c_str(), place_of.size() - 256, size - 257);
         ids.require(Json::Object, path);
         std::string bytes;
         for (size_t i = 0; i < ids.keys.size(); i++) {
@@ -172,13 +172,15 @@ inline void read_merges_and_ids(const std::string& merges, const std::string& id
 // The file, if text is cut and written as GPT-2 does it; otherwise its tokens would mean other text.
 inline Json parse_tokenizer_json(const std::string& path) {
     Json root = parse_json(read_file(path), path);
-    const std::string& kind = root.get("model", path).string("type", path + ": model");
+    const Json& model = root.get("model", path);
+    const Json* const kind = model.find("type");  // older files have none, that of GPT-2 among them
+    const bool is_bpe = kind ? kind->text == "BPE" : model.find("merges") != nullptr;
     const Json& cut = root.get("pre_tokenizer", path);
     const Json* const type = cut.find("type");
     const Json* const prefix = cut.find("add_prefix_space");
     const Json* const by_words = cut.find("use_regex");
     const Json* const normalizer = root.find("normalizer");
-    if (kind != "BPE" || !type || type->text != "ByteLevel" || (prefix && prefix->is_true) ||
+    if (!is_bpe || !type || type->text != "ByteLevel" || (prefix && prefix->is_true) ||
         (by_words && !by_words->is_true) || (normalizer && normalizer->kind != Json::Null))
         fail(
             "%s is no tokenizer of GPT-2's kind: expected a BPE, the pre_tokenizer ByteLevel with use_regex and "
