@@ -188,11 +188,11 @@ inline std::vector<std::string> glob_files(const std::string& pattern) {
     return paths;
 }
 
-// The path as a pattern for glob_files that matches nothing but itself.
-inline std::string glob_literal(const std::string& path) {
+// The path as a pattern for glob_files that matches nothing but itself. special: what has a meaning in a pattern.
+inline std::string glob_literal(const std::string& path, const char* special = "*?[]\\") {
     std::string pattern;
     for (const char c : path) {
-        if (std::strchr("*?[]\\", c)) pattern += '\\';
+        if (std::strchr(special, c)) pattern += '\\';
         pattern += c;
     }
     return pattern;

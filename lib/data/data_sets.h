@@ -130,9 +130,8 @@ inline std::vector<std::vector<std::string>> files_of(const std::vector<DataSet>
 
 // The same sets with patterns from the root, so that a later command finds the files from wherever it is started.
 inline std::string with_absolute_patterns(const std::string& text, bool named) {
-    std::string here, all;
-    for (const char c : std::filesystem::current_path().string())
-        here += std::string(std::strchr("*?[]\\,:=", c) ? "\\" : "") + c;
+    const std::string here = glob_literal(std::filesystem::current_path().string(), SPECIAL_IN_SETS);
+    std::string all;
     for (const std::string& set : set_texts(text)) {
         const std::vector<size_t> equals = places_of('=', set);
         const size_t begin = named && !equals.empty() ? equals[0] + 1 : 0;

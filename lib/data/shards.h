@@ -192,18 +192,24 @@ class ShardWriter {
 // ---------------------------------------------------------------------------------------------------------------------
 // Finding shards, and telling them from other files.
 
+// What has a meaning in the text of --data and --val-data, and none behind a backslash.
+constexpr const char* SPECIAL_IN_SETS = "*?[]\\,:=";
+
 // The files that match a shell pattern, sorted by name; option is the one that gave the pattern, for the message.
 inline std::vector<std::string> shard_files(const std::string& pattern, const std::string& option) {
     const std::vector<std::string> files = glob_files(pattern);
     if (files.empty())
         fail(
-            "%s: no file matches '%s': make shards with ./train_nsa tokenize or data/fetch_shards.sh, and quote the "
-            "pattern",
+            "%s: no file matches '%s': make shards with ./train_nsa tokenize or data/fetch_shards.sh; a , : = [ or \\ "
+            "that belongs to a path needs a \\ before it",
             option.c_str(), pattern.c_str());
     for (const std::string& file : files)
         if (file_exists(file + "/."))
-            fail("%s: %s is a folder: give its shards by a pattern, as in %s '%s/*_%s_*.bin'", option.c_str(),
-                 file.c_str(), option.c_str(), file.c_str(), option == "--data" ? "train" : "val");
+            fail("%s: %s is a folder: give its shards by a pattern, as in %s %s", option.c_str(), file.c_str(),
+                 option.c_str(),
+                 shell_word(glob_literal(file, SPECIAL_IN_SETS) +
+                            (option == "--data" ? "/*_train_*.bin" : "/*_val_*.bin"))
+                     .c_str());
     return files;
 }
 

@@ -147,6 +147,8 @@ TEST(shard_header_damage_is_named) {
     CHECK_FAILS(1, "too long", open_shard(path));
     write_file(path, "");
     CHECK_FAILS(1, "empty", open_shard(path));
+    make_folders(folder.file("it's"));  // what is printed can be pasted
+    CHECK_FAILS(1, shell_word(folder.file("it's/*_train_*.bin")).c_str(), shard_files(folder.file("it's"), "--data"));
 }
 
 TEST(foreign_formats_are_named) {
