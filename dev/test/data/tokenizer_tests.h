@@ -14,18 +14,10 @@
 // ---------------------------------------------------------------------------------------------------------------------
 // Helpers.
 
-// The path of a file in shared/data beside the checkout, seen from any folder in the tree; empty where there is none.
+// The path of a file in shared/data beside the checkout; empty where there is none.
 inline std::string shared_data(const std::string& name) {
-    const std::string file = __FILE__;
-    const size_t slash = file.rfind('/');
-    std::vector<std::string> starts = {"."};
-    if (slash != std::string::npos) starts.push_back(file.substr(0, slash));
-    for (const std::string& start : starts)
-        for (std::string folder = start, up; up.size() <= 5 * 3; up += "../") {
-            const std::string path = folder + "/" + up + "../shared/data/" + name;
-            if (file_exists(path)) return path;
-        }
-    return "";
+    const std::string path = "../shared/data/" + name;
+    return file_exists(path) ? path : "";
 }
 
 // Random strings: `alphabet` is what they are put together from.

@@ -65,12 +65,7 @@ inline std::string joined(const std::set<std::string>& names) {
 inline std::string sealed(const std::string& before) { return before + manifest_ending(before); }
 
 inline bool is_intact(const std::string& folder) {
-    try {
-        open_checkpoint(folder);
-        return true;
-    } catch (const Error&) {
-        return false;
-    }
+    return error_of([&] { open_checkpoint(folder); }).empty();
 }
 
 // A tree that is deeper than a path can be long, so that nobody can remove it by its path, not even root; rm -rf can.
@@ -483,12 +478,7 @@ TEST(writers_report_a_full_or_unwilling_disk) {
     const struct rlimit small = {2000, before.rlim_max};
     const auto handler = std::signal(SIGXFSZ, SIG_IGN);  // write then fails with EFBIG
     REQUIRE(setrlimit(RLIMIT_FSIZE, &small) == 0);
-    std::string error;
-    try {
-        write_model(begin_checkpoint(run, 2) + "/model.safetensors");
-    } catch (const Error& e) {
-        error = e.what();
-    }
+    const std::string error = error_of([&] { write_model(begin_checkpoint(run, 2) + "/model.safetensors"); });
     CHECK(setrlimit(RLIMIT_FSIZE, &before) == 0);
     std::signal(SIGXFSZ, handler);
     CHECK_EQUAL(error, "cannot write " + run + "/step_00000002.writing/model.safetensors: " + std::strerror(EFBIG));

@@ -184,6 +184,16 @@ inline Words words_of(const Options& options) {
     return words;
 }
 
+// "--steps=3 --lr=0.1" as options.
+inline Options parse_pairs(const std::string& text) {
+    Options options;
+    for (const std::string& word : parse_words(text)) {
+        const size_t equals = word.find('=');
+        options[word.substr(2, equals - 2)] = word.substr(equals + 1);
+    }
+    return options;
+}
+
 // `base`, with what `more` says in place of its own.
 inline Options merged(Options base, const Options& more) {
     for (const auto& [name, value] : more) base[name] = value;
@@ -209,6 +219,7 @@ inline Options small(const Options& more = {}) {
 }
 inline Words small_words(const Options& more = {}) { return words_of(small(more)); }
 inline Result train(const Options& more, const Start& start = {}) { return run(small_words(more), start); }
+inline Result train_with(const std::string& more) { return train(parse_pairs(more)); }
 
 // What lies wrong with a refusal, "" if nothing: the status, one line on stderr that begins as all errors do and holds
 // all of `expected`.
@@ -533,17 +544,10 @@ inline std::string write_small_corpus(const TempFolder& folder, const std::strin
 
 // Four layers, so that several small buckets exist and are ready one after the other.
 inline Options ranks_options(const Options& more) {
-    return merged({{"layers", "4"},
-                   {"total-batch", "512"},
-                   {"batch", "1"},
-                   {"slc-count", "8"},
-                   {"lr", "0.001"},
-                   {"steps", "8"},
-                   {"eval-every", "4"},
-                   {"eval-batches", "2"},
-                   {"bucket-mb", "0.04"},
-                   {"threads", "1"}},
-                  more);
+    return merged(
+        parse_pairs("--layers=4 --total-batch=512 --batch=1 --slc-count=8 --lr=0.001 --steps=8 --eval-every=4 "
+                    "--eval-batches=2 --bucket-mb=0.04 --threads=1"),
+        more);
 }
 
 // The same for some steps at a constant learning rate, so that another run can go on from them.
@@ -556,9 +560,8 @@ inline Options part_of_run(const std::string& out, const char* steps, const Opti
 // where the sign of a tiny g_i is lost, and the loss by lr |e_i| per step: at most steps * lr * |e|_1 <= steps * lr *
 // sqrt(P) |e|_2. Sums of N terms that cancel to their root leave |e|_2 <= 2^-24 * N * |g|_2 (N roundings, each at most
 // 2^-24 of the sum of magnitudes ~ sqrt(N) |g|, adding as a random walk). 8 steps of 1e-3, N = 512, P = 4 x 3.6 k + 4
-// k, and |g|
-// <= 1.5. The logits' own rounding, 2^-24 * |logit| a few, and the six digits of the log add 2e-6. All 8 blocks are
-// selected (--slc-count 8): otherwise a rounding could swap two blocks of nearly equal score.
+// k, and |g| <= 1.5. The logits' own rounding, 2^-24 * |logit| a few, and the six digits of the log add 2e-6. All 8
+// blocks are selected (--slc-count 8): otherwise a rounding could swap two blocks of nearly equal score.
 static const double RANKS_PARAMETERS = 19000;
 static const double RANKS_LIMIT = 8 * 1e-3 * std::sqrt(RANKS_PARAMETERS) * std::ldexp(512.0, -24) * 1.5 + 2e-6;
 

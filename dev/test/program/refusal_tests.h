@@ -21,14 +21,9 @@ struct Scene : TempFolder {
         return text;
     }
     Words words_of_command(const std::string& command) const {
-        const Words words = parse_words(place(command));
-        if (words.empty() || words[0] != "small") return words;
-        Options options = {{"out", file("refused")}};
-        for (size_t i = 1; i < words.size(); i++) {
-            const size_t equals = words[i].find('=');
-            options[words[i].substr(2, equals - 2)] = words[i].substr(equals + 1);
-        }
-        return small_words(options);
+        const std::string text = place(command);
+        if (text.compare(0, 5, "small") != 0) return parse_words(text);
+        return small_words(merged({{"out", file("refused")}}, parse_pairs(text.substr(5))));
     }
     Result run(const std::string& command, const Start& start = {}) const {
         return program::run(words_of_command(command), start);

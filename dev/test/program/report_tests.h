@@ -2,7 +2,7 @@
 // records read by a few lines of their own.
 #pragma once
 #include "../../../lib/report/report.h"
-#include "program.h"
+#include "refusal_tests.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Logs made by hand.
@@ -114,16 +114,15 @@ TEST(report_reads_a_run_that_was_resumed) {
     CHECK_EQUAL(value_of(rows, "skipped"), "1");
     CHECK_EQUAL(value_of(rows, "resumes"), "1");
     CHECK_EQUAL(value_of(rows, "HellaSwag"), "no such row");
-    const RunHistory choices = history(
-        folder, "choices", resumed_run() + line_begin(4, 4612) + ",\"hellaswag\":0.271,\"hellaswag_plain\":0.3}\n");
-    CHECK_EQUAL(value_of(list_numbers({choices}, 5000), "HellaSwag"), "0.2710");
-    CHECK_EQUAL(choices.series("hellaswag")[0].tokens, 400.0);
-    // Recall of the built-in corpus, beside what guessing costs: ln 26.
-    const std::vector<RunHistory> recall = {
-        history(folder, "recall",
-                resumed_run() + line_begin(4, 4612) + ",\"val_loss\":2.5,\"val_tokens\":64,\"recall_loss\":0.625}\n")};
+    // Recall of the built-in corpus stands beside what guessing costs: ln 26.
+    const std::vector<RunHistory> more = {
+        history(folder, "more",
+                resumed_run() + line_begin(4, 4612) + ",\"hellaswag\":0.271,\"hellaswag_plain\":0.3}\n" +
+                    line_begin(4, 4613) + ",\"val_loss\":2.5,\"val_tokens\":64,\"recall_loss\":0.625}\n")};
+    CHECK_EQUAL(value_of(list_numbers(more, 5000), "HellaSwag"), "0.2710");
+    CHECK_EQUAL(more[0].series("hellaswag")[0].tokens, 400.0);
     CHECK_EQUAL(value_of(rows, "recall loss"), "no such row");
-    CHECK_EQUAL(value_of(list_numbers(recall, 5000), "recall loss"), "0.6250");
+    CHECK_EQUAL(value_of(list_numbers(more, 5000), "recall loss"), "0.6250");
 }
 
 // A clock that somebody sets is no time at work: each line has the count of another one.
@@ -361,45 +360,42 @@ TEST(report_lines_keep_their_peaks) {
 // The verb.
 
 TEST(report_refuses_what_is_no_run) {
-    using namespace program;
-    const TempFolder folder;
-    const std::string run_folder = folder.file("run"), none = folder.file("none"), plain = folder.file("plain");
-    report_log::history(folder, "run", report_log::resumed_run());
-    make_folders(plain);
-    make_folders(folder.file("checkpoint"));
-    write_file(folder.file("checkpoint/model.safetensors"), "x");
-    const auto report = [](const Words& more) { return run(joined({"report"}, more)); };
-    CHECK_REFUSED(report({}), 2, "--from is missing");
-    CHECK_REFUSED(report({"--from", none}), 1, "--from " + none, "no such folder");
-    CHECK_REFUSED(report({"--from", plain}), 1, "--from " + plain, "no log.jsonl");
+    using namespace refusals;
+    const Scene scene;
+    report_log::history(scene, "run", report_log::resumed_run());
+    for (const char* name : {"plain", "checkpoint"}) make_folders(scene.file(name));
+    scene.write("checkpoint/model.safetensors", "x");
+    scene.write("theirs.html", "<!DOCTYPE html>\n<html>theirs</html>\n");
+    CHECK_EQUAL(mkfifo(scene.file("pipe.html").c_str(), 0600), 0);
+    CHECK_EQUAL(symlink("page.html", scene.file("link.html").c_str()), 0);
+    scene.check({
+        {"report", 2, {"--from is missing"}},
+        {"report --from @/none", 1, {"--from @/none", "no such folder"}},
+        {"report --from @/plain", 1, {"--from @/plain", "no log.jsonl"}},
+        {"report --from @/run/log.jsonl", 1, {"is a file", "folder of a run"}},
+        {"report --from @/checkpoint", 1, {"is a checkpoint", "folder of its run"}},
+        {"report --from @/run --html @/none/x.html", 1, {"no folder @/none", "make it"}},
+        {"report --from @/run --html @/plain", 1, {"--html @/plain is a folder"}},
+        {"report --from @/run --html @/a --html @/b", 2, {"--html is given twice"}},
+        {"report --from @/run --html @/pipe.html", 1, {"@/pipe.html is a link, a pipe or a device"}},
+        {"report --from @/run --html @/link.html", 1, {"@/link.html is a link, a pipe or a device"}},
+        {"report --from @/run --html /dev/full", 1, {"/dev/full is a link, a pipe or a device"}},
+        {"report --from @/run --html @/theirs.html", 1, {"@/theirs.html", "this program has not written it"}},
+    });
     // Of several, those without a log are left out, with a warning.
-    const Result rest = report({"--from", run_folder, "--from", plain});
+    const Result rest = scene.run("report --from @/run --from @/plain");
     CHECK_EQUAL(rest.status, 0);
-    CHECK(holds(rest.err, "--from " + plain + " holds no log.jsonl and is left out"));
-    CHECK_EQUAL(report({"--from", plain, "--from", folder.file("checkpoint")}).status, 1);
-    CHECK_REFUSED(report({"--from", run_folder + "/log.jsonl"}), 1, "is a file", "folder of a run");
-    CHECK_REFUSED(report({"--from", folder.file("checkpoint")}), 1, "is a checkpoint", "folder of its run");
-    CHECK_REFUSED(report({"--from", run_folder, "--html", none + "/x.html"}), 1, "no folder " + none, "make it");
-    CHECK_REFUSED(report({"--from", run_folder, "--html", plain}), 1, "--html " + plain + " is a folder");
-    CHECK_REFUSED(report({"--from", run_folder, "--html", "a", "--html", "b"}), 2, "--html is given twice");
-    const std::string pipe = folder.file("pipe.html"), link = folder.file("link.html"), page = folder.file("page.html");
-    CHECK_EQUAL(mkfifo(pipe.c_str(), 0600), 0);
-    CHECK_EQUAL(symlink(page.c_str(), link.c_str()), 0);
-    for (const std::string& odd : {pipe, link, std::string("/dev/full")})
-        CHECK_REFUSED(report({"--from", run_folder, "--html", odd}), 1, odd + " is a link, a pipe or a device");
-    write_file(page, "<!DOCTYPE html>\n<html>theirs</html>\n");
-    CHECK_REFUSED(report({"--from", run_folder, "--html", page}), 1, page, "this program has not written it");
-    std::remove(page.c_str());
+    CHECK(holds(rest.err, "--from " + scene.file("plain") + " holds no log.jsonl and is left out"));
+    CHECK_EQUAL(scene.run("report --from @/plain --from @/checkpoint").status, 1);
     // As many as a shell puts there for a *; the page may be made again.
-    for (const Words& runs : {Words(30, run_folder), Words(2, run_folder)})
-        REQUIRE_GOOD(report(joined(joined({"--from"}, runs), {"--html", page})));
-    const Result on_terminal = report(joined({"--from"}, Words(60, run_folder)));
+    const Words page = {"--html", scene.file("page.html")};
+    for (const Words& runs : {Words(30, scene.file("run")), Words(2, scene.file("run"))})
+        REQUIRE_GOOD(run(joined(joined({"report", "--from"}, runs), page)));
+    const Result on_terminal = run(joined({"report", "--from"}, Words(60, scene.file("run"))));
     REQUIRE_GOOD(on_terminal);
-    CHECK(holds(on_terminal.out, " 7 " + run_folder));  // the 60th
-    write_file(run_folder + "/run.json", "{");
-    CHECK_REFUSED(report({"--from", run_folder}), 1, "run.json", "not valid JSON");
-    REQUIRE_GOOD(report({"--help"}));
-    CHECK(!file_exists("a") && !file_exists("b"));
+    CHECK(holds(on_terminal.out, " 7 " + scene.file("run")));  // the 60th
+    scene.write("run/run.json", "{");
+    scene.check({{"report --from @/run", 1, {"run.json", "not valid JSON"}}});
 }
 
 // The command that a run ends with makes the page of that run, with its numbers, its sample and what it ran on.
@@ -426,8 +422,6 @@ TEST(report_follows_the_run_that_names_it) {
     REQUIRE(run_read.starts.size() == 1);
     CHECK_EQUAL(run_read.fact("parameters"), 7712.0);
     CHECK_EQUAL(run_read.fact("ranks"), 1.0);
-    const Result on_terminal = run({"report", "--from", out, out});
-    REQUIRE_GOOD(on_terminal);
     // A resume is another start.
     REQUIRE_GOOD(run({"--resume", "--out", out, "--steps", "4"}));
     CHECK_EQUAL(read_run_history(out).resumes(), size_t(1));

@@ -193,20 +193,6 @@ PROGRAM_TEST(run_leaves_the_files_of_others_alone) {
     CHECK(file_exists(real + "/step_00000002") && file_exists(link + "/main.log"));
 }
 
-// Weights of one run are the beginning of another; the first loss is the one they had.
-PROGRAM_TEST(run_begins_with_the_weights_of_another) {
-    const std::string first = folder.file("first"), second = folder.file("second");
-    REQUIRE_GOOD(train({{"out", first}, {"steps", "30"}, {"warmup", "2"}, {"lr", "0.003"}}));
-    const Result r = train({{"out", second}, {"init-from", first}, {"steps", "0"}, {"eval-every", "1"}});
-    REQUIRE_GOOD(r);
-    CHECK(holds(r.out, "weights: those of " + first + "/step_00000030"));
-    CHECK_EQUAL(logged(second, "val_loss").at(0), logged(first, "val_loss").back());
-    // The built-in corpus can be evaluated on, as the run itself was.
-    const Result evaluated = run({"eval", "--from", first, "--val-data", "synthetic", "--threads", "1"});
-    REQUIRE_GOOD(evaluated);
-    CHECK(holds(evaluated.out, format_text("loss %.4f", logged(first, "val_loss").back())));
-}
-
 // What stands for itself in a folder's name is no pattern, and a name completed by the shell ends in a slash.
 PROGRAM_TEST(run_folder_names_of_all_kinds) {
     for (const char* name : {"lr[1]", "what?", "a*b", "two words", "back\\slash", "slash/"}) {

@@ -94,13 +94,8 @@ PROGRAM_TEST(run_config_and_manifest_hold_every_field) {
 
 PROGRAM_TEST(run_logs_have_the_promised_form) {
     const int steps = 6, slc_count = 5;
-    REQUIRE_GOOD(train({{"out", out},
-                        {"layers", "2"},
-                        {"steps", "6"},
-                        {"eval-every", "2"},
-                        {"slc-count", "5"},
-                        {"schedule", "linear"},
-                        {"warmup", "2"}}));
+    REQUIRE_GOOD(
+        train_with("--layers=2 --steps=6 --eval-every=2 --slc-count=5 --schedule=linear --warmup=2 --out=" + out));
     const std::regex validation("s:([0-9]+) tel:([0-9]+\\.[0-9]+)"),
         training("s:([0-9]+) trl:([0-9]+\\.[0-9]+) lr:([0-9.]+e[+-][0-9]+) norm:([0-9]+\\.[0-9]+)");
     std::vector<int> validated, trained;
@@ -171,19 +166,14 @@ PROGRAM_TEST(run_logs_have_the_promised_form) {
 // Validation sees the same tokens every time: with a learning rate of 0 nothing changes, not even the last digit.
 PROGRAM_TEST(run_validation_is_always_on_the_same_tokens) {
     const std::string data = write_small_corpus(folder, "train.bin", 1), val = write_small_corpus(folder, "val.bin", 2);
-    REQUIRE_GOOD(train({{"out", out},
-                        {"data", data},
-                        {"val-data", val},
-                        {"lr", "1e-30"},  // too small to change a weight
-                        {"steps", "4"},
-                        {"eval-every", "1"},
-                        {"init", "random"}}));
+    const std::string on = "--data=" + data + " --val-data=" + val;
+    // Too small a rate to change a weight.
+    REQUIRE_GOOD(train_with(on + " --lr=1e-30 --steps=4 --eval-every=1 --init=random --out=" + out));
     const std::vector<double> losses = logged(out, "val_loss");
     CHECK_EQUAL(losses.size(), 5u);
     for (const double loss : losses) CHECK_EQUAL(loss, losses[0]);
     // More than there is is all there is: 15 samples, in micro-batches of 2.
-    REQUIRE_GOOD(train(
-        {{"out", folder.file("all")}, {"data", data}, {"val-data", val}, {"steps", "1"}, {"eval-batches", "1000"}}));
+    REQUIRE_GOOD(train_with(on + " --steps=1 --eval-batches=1000 --out=" + folder.file("all")));
     CHECK_EQUAL(logged(folder.file("all"), "val_tokens")[0], 15 * 64.0);
 }
 

@@ -140,7 +140,7 @@ PROGRAM_TEST(run_output_that_is_lost_is_an_error_of_every_verb) {
     REQUIRE_GOOD(train({{"out", out}}));
     write_file(folder.file("a.txt"), std::string(300, 'a'));
     int n = 0;
-    for (const char* closed : {">&-", ">/dev/full"})
+    for (const char* closed : {">&-", ">/dev/full"}) {
         for (const Words& words :
              {small_words({{"out", folder.file("other")}}), small_words({{"dump-state", folder.file("state")}}),
               Words{"sample", "--from", out, "--tokens", "3"}, Words{"eval", "--from", out, "--val-data", "synthetic"},
@@ -148,7 +148,6 @@ PROGRAM_TEST(run_output_that_is_lost_is_an_error_of_every_verb) {
             CHECK_REFUSED(in_shell(words, closed), 1, "not all of the output could be written to stdout");
             std::filesystem::remove(folder.file("state"));
         }
-    for (const char* closed : {">&-", ">/dev/full"}) {
         const Result r = in_shell({"tokenize", "--tokenizer", "bytes", "--in", folder.file("a.txt"), "--out",
                                    folder.file("t" + std::to_string(n++))},
                                   closed);

@@ -125,6 +125,13 @@ TEST(run_help_is_wrapped_at_the_terminals_width) {
     }
 }
 
+// "" where no line begins so.
+inline std::string find_line(const std::string& text, const std::string& beginning) {
+    for (const std::string& line : program::lines_of(text))
+        if (line.compare(0, beginning.size(), beginning) == 0) return line;
+    return "";
+}
+
 TEST(run_help_lists_every_option_with_default_and_range) {
     using namespace program;
     for (const VerbName& v : VERBS) {
@@ -132,26 +139,22 @@ TEST(run_help_lists_every_option_with_default_and_range) {
         REQUIRE_GOOD(help);
         const size_t presets = help.out.find("\npresets:");
         CHECK_EQUAL(presets != std::string::npos, bool(option_named("model").verbs & v.verb));
-        const std::vector<std::string> lines = lines_of(help.out.substr(0, presets));
         for (const VerbName& other : VERBS) CHECK(holds(help.out, "\n  " + std::string(other.name) + " "));
         for (const Option& o : OPTIONS) {
-            const std::string start = "  --" + std::string(o.name) + " ";
-            const auto line = std::find_if(lines.begin(), lines.end(), [&](const std::string& s) {
-                return s.compare(0, start.size(), start) == 0;
-            });
+            const std::string line = find_line(help.out.substr(0, presets), "  --" + std::string(o.name) + " ");
             tests().checks++;
-            if ((line != lines.end()) != bool(o.verbs & v.verb))
+            if (line.empty() == bool(o.verbs & v.verb))
                 check_failed(__FILE__, __LINE__, "help of %s: --%s is %s", v.name, o.name,
-                             line == lines.end() ? "missing" : "listed");
-            if (line == lines.end()) continue;
-            CHECK(line->find(o.help) != std::string::npos && std::strlen(o.help) > 3);
-            const size_t facts = line->rfind('(');
+                             line.empty() ? "missing" : "listed");
+            if (line.empty()) continue;
+            CHECK(holds(line, o.help) && std::strlen(o.help) > 3);
+            const size_t facts = line.rfind('(');
             REQUIRE(facts != std::string::npos);
             const std::string end = std::string(", default ") + (*o.default_text ? o.default_text : "none") + ")";
-            CHECK_EQUAL(line->substr(line->size() - std::min(line->size(), end.size())), end);
+            CHECK_EQUAL(line.substr(line.size() - std::min(line.size(), end.size())), end);
             char kind[16] = "", range[32] = "";
             if (o.integer || o.real) {
-                CHECK_EQUAL(std::sscanf(line->c_str() + facts, "(%15s %31[^,]", kind, range), 2);
+                CHECK_EQUAL(std::sscanf(line.c_str() + facts, "(%15s %31[^,]", kind, range), 2);
                 const std::string numbers = range;
                 const size_t dots = numbers.find("..");
                 REQUIRE(dots != std::string::npos);
@@ -159,7 +162,7 @@ TEST(run_help_lists_every_option_with_default_and_range) {
                 CHECK_EQUAL(std::stod(numbers.substr(0, dots)), o.low);
                 CHECK_EQUAL(std::stod(numbers.substr(dots + 2)), o.high);
             } else if (o.choices) {
-                CHECK_EQUAL(line->substr(facts + 1, std::strlen(o.choices) + 1), std::string(o.choices) + ",");
+                CHECK_EQUAL(line.substr(facts + 1, std::strlen(o.choices) + 1), std::string(o.choices) + ",");
             }
         }
     }
@@ -175,12 +178,9 @@ TEST(run_help_tells_the_presets_as_they_are) {
     using namespace program;
     const std::string help = run({"--help"}, UNWRAPPED).out;
     for (const Config& p : PRESETS) {
-        const std::string start = "  --model " + std::string(p.model) + " ";
-        const auto lines = lines_of(help);
-        const auto line = std::find_if(lines.begin(), lines.end(),
-                                       [&](const std::string& s) { return s.compare(0, start.size(), start) == 0; });
-        REQUIRE(line != lines.end());
-        const Config told = parse(parse_words(line->substr(line->find("= ") + 2))),
+        const std::string line = find_line(help, "  --model " + std::string(p.model) + " ");
+        REQUIRE(!line.empty());
+        const Config told = parse(parse_words(line.substr(line.find("= ") + 2))),
                      preset = parse_and_preset({"--model", p.model});
         for (const Option& o : OPTIONS) {
             if (std::string(o.default_text) != "preset") continue;

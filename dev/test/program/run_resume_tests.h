@@ -1,5 +1,7 @@
 // Tests of what a run keeps: all of its options over a resume, and what was learnt when an error ends it.
 #pragma once
+#include <thread>
+
 #include "../../../lib/model/engine.h"
 #include "program.h"
 
@@ -300,14 +302,17 @@ PROGRAM_TEST(run_takes_paths_that_are_no_utf8) {
     CHECK(!holds(read_file(odd + "/hf/README.md"), "\xe9"));
 }
 
-// --init-from brings the model's shape; only what was given can contradict it.
+// --init-from brings the weights and the model's shape; only what was given can contradict it.
 PROGRAM_TEST(run_begins_with_the_shape_of_the_weights) {
     REQUIRE_GOOD(train({{"out", folder.file("first")}}));
+    REQUIRE_GOOD(train({{"out", out}, {"init-from", folder.file("first")}, {"steps", "0"}, {"eval-every", "1"}}));
+    CHECK_EQUAL(logged(out, "val_loss").at(0), logged(folder.file("first"), "val_loss").back());
     const Words second = {"--init-from=" + folder.file("first"), "--out=" + folder.file("second"), "--steps=0"};
     const Result r = run(second);
     REQUIRE_GOOD(r);
     CHECK(holds(r.out, "7712 parameters (1 layer, width 16"));
-    CHECK(holds(r.out, "samples of 64 tokens"));
+    CHECK(holds(r.out, "weights: those of " + folder.file("first") + "/step_00000002"));
+    CHECK(holds(r.out, "samples of 64 tokens") && !holds(r.out, "next:"));  // no checkpoint is there to sample from
     CHECK_EQUAL(run(joined(second, {"--seq-len=128"})).status, 0);
     CHECK_REFUSED(run(joined(second, {"--dim=32"})), 1, "cannot begin from", "dim is 16 there and 32", "leave");
     // RoPE's base is no shape: the same weights begin with another one, which is the new run's, and eval's.
@@ -328,18 +333,6 @@ PROGRAM_TEST(run_begins_with_the_shape_of_the_weights) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Errors that end a run.
 
-// Damages a shard once the run has logged step 3.
-struct ShardDamage {
-    std::thread thread;
-    template <class Damage>
-    ShardDamage(const std::string& log, Damage damage)
-        : thread([=] {
-              for (int i = 0; i < 3000 && (!file_exists(log) || !holds(read_file(log), "s:3 ")); i++) usleep(10000);
-              damage();
-          }) {}
-    ~ShardDamage() { thread.join(); }
-};
-
 // A shard that is cut off or damaged in the middle of a run without --save-every: what was learnt is saved, on one rank
 // and on two, and the run goes on from there.
 PROGRAM_TEST(run_bad_data_in_the_middle_keeps_what_was_learnt) {
@@ -351,15 +344,15 @@ PROGRAM_TEST(run_bad_data_in_the_middle_keeps_what_was_learnt) {
         write_file(file, whole);
         const Options options = {
             {"data", file}, {"out", out}, {"steps", "1000000"}, {"batch", "1"}, {"eval-every", "0"}};
-        Result r;
-        {
-            const ShardDamage damage(out + "/main.log", [=] {
-                if (ranks == 1) std::filesystem::resize_file(file, 1024);
-                const std::string bad = shard(std::vector<uint16_t>(64 * 4000 + 1, 300));
-                if (ranks == 2) std::fstream(file, std::ios::in | std::ios::out).write(bad.data(), bad.size());
-            });
-            r = train_on_ranks(mpirun, ranks, options);
-        }
+        std::thread damage([&] {
+            const std::string log = out + "/main.log";
+            for (int i = 0; i < 3000 && (!file_exists(log) || !holds(read_file(log), "s:3 ")); i++) usleep(10000);
+            const std::string bad = shard(std::vector<uint16_t>(64 * 4000 + 1, 300));
+            if (ranks == 1) std::filesystem::resize_file(file, 1024);
+            else std::fstream(file, std::ios::in | std::ios::out).write(bad.data(), bad.size());
+        });
+        const Result r = train_on_ranks(mpirun, ranks, options);
+        damage.join();
         const int64_t last = checkpoint_steps(out).empty() ? 0 : checkpoint_steps(out)[0];
         CHECK(last >= 3);
         const std::string saved = checkpoint_folder(out, last);
@@ -381,12 +374,7 @@ PROGRAM_TEST(run_bad_data_in_the_middle_keeps_what_was_learnt) {
 // Weights that grow without bounds: each step multiplies them by 1 - lr * decay = -99, until products overflow. The
 // last ones that were good are kept, and nothing is removed for them.
 PROGRAM_TEST(run_bad_numbers_keep_what_was_learnt) {
-    const Result r = train({{"out", out},
-                            {"steps", "100"},
-                            {"lr", "10"},
-                            {"weight-decay", "10"},
-                            {"schedule", "constant"},
-                            {"keep", "1"}});
+    const Result r = train_with("--steps=100 --lr=10 --weight-decay=10 --schedule=constant --keep=1 --out=" + out);
     CHECK_EQUAL(r.status, 1);
     REQUIRE(checkpoint_steps(out).size() == 1);
     const std::string saved = checkpoint_folder(out, checkpoint_steps(out)[0]);
@@ -397,14 +385,9 @@ PROGRAM_TEST(run_bad_numbers_keep_what_was_learnt) {
 
 // A sample that cannot be made, here one of more than a terabyte of keys and values, is a warning and not the end.
 PROGRAM_TEST(run_goes_on_without_a_sample) {
-    const Result r = train({{"out", folder.path},
-                            {"layers", "100"},
-                            {"heads", "1"},
-                            {"head-dim", "512"},
-                            {"batch", "1"},
-                            {"total-batch", "64"},
-                            {"steps", "1"},
-                            {"sample-tokens", "1000000"}});
+    const Result r = train_with(
+        "--layers=100 --heads=1 --head-dim=512 --batch=1 --total-batch=64 --steps=1 --sample-tokens=1000000 --out=" +
+        out);
     CHECK_EQUAL(r.status, 0);
     CHECK(holds(r.err, "warning: no sample: a sample of 1000000 tokens"));
 }
