@@ -375,11 +375,8 @@ TEST(token_outside_the_vocabulary_is_located) {
 
 TEST(loader_refuses) {
     TempFolder folder;
-    write_file(folder.file("a.bin"), shard_bytes(counting_tokens(8), 256));
-    const auto sources = [&] { return open_shards({folder.file("a.bin")}); };
-    CHECK_FAILS(1, "a.bin holds tokens of a vocabulary of 256, the model's has 50257",
-                DataLoader(sources(), data_options(4, true)));
     write_file(folder.file("a.bin"), shard_bytes(counting_tokens(8), 50257));
+    const auto sources = [&] { return open_shards({folder.file("a.bin")}); };
     CHECK_EQUAL(DataLoader(sources(), data_options(7, true)).samples_per_epoch(), 1u);
     write_file(folder.file("b.bin"), shard_bytes(counting_tokens(7), 50257));
     CHECK(holds(DataLoader(open_shards({folder.file("a.bin"), folder.file("b.bin")}), data_options(7, true)).describe(),

@@ -51,13 +51,6 @@ TEST(json_of_too_many_values_is_refused) {
     CHECK_FAILS(1, "file: byte 2097151: JSON of more than 1048576 values", parse_json(text + "0]", "file"));
 }
 
-TEST(safetensors_errors_count_bytes_from_the_file) {
-    TempFolder folder;
-    const std::string path = folder.file("t.safetensors");
-    write_file(path, program::safetensors_bytes("{\"a\":x}", ""));
-    CHECK_FAILS(1, "t.safetensors: byte 13: not valid JSON: found 'x'", SafeTensors{path});
-}
-
 TEST(safetensors_at_odd_places_are_read_once) {
     TempFolder folder;
     const std::string path = folder.file("t.safetensors");

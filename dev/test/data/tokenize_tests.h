@@ -179,16 +179,6 @@ TEST(tokenize_bad_json_line_is_named) {
     CHECK(glob_files(f.options.out + "*").empty());  // neither shards nor temporary files
 }
 
-TEST(tokenize_reads_the_key_it_is_told) {
-    TokenizeFixture f;
-    f.input("c.jsonl", "{\"text\": \"no\", \"body\": \"yes\"}\n");
-    f.options.text_key = "body", f.options.val_fraction = 0;
-    tokenize_files(f.options);
-    CHECK_EQUAL(f.train(), "|yes");
-    f.options.text_key = "title", f.options.out = f.folder.file("z");
-    CHECK_FAILS(1, "no key \"title\"", tokenize_files(f.options));
-}
-
 TEST(tokenize_takes_folders_and_patterns) {
     TokenizeFixture f;
     const auto place = [&](const std::string& name, const std::string& text) { return f.input("in/" + name, text); };

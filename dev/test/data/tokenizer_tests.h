@@ -765,19 +765,3 @@ TEST(damaged_vocabularies_are_refused_with_their_place) {
     llmc_with("byte 1026: token 1 is \"#\", expected the byte 0x22", [](std::string& s) { s[1027] = '#'; });
     llmc_with("token 326 is \"<|endoftext|?\", expected <|endoftext|>", [](std::string& s) { s.back() = '?'; });
 }
-
-// Which tokens they are, for a long text: tokenize_with_gpt2_end_to_end.
-TEST(gpt2_decodes_what_it_encodes) {
-    const std::string text_path = shared_data("fineweb_edu_sample.txt"), vocabulary = shared_data("gpt2");
-    if (text_path.empty() || vocabulary.empty())
-        return skip("gpt2_decodes_what_it_encodes: no ../shared/data with the published vocabulary");
-    const Tokenizer tokenizer = Tokenizer::gpt2(vocabulary);
-    CHECK_EQUAL(show_ids(tokenizer.encode("Hello world<|endoftext|>")), "15496 995 27 91 437 1659 5239 91 29 (9)");
-    CHECK_EQUAL(tokenizer.end_of_text, uint16_t(50256));
-    CHECK(tokenizer.decode(tokenizer.encode(read_file(text_path))) == read_file(text_path));
-    for (const std::string run : {"a", " ", "!", "\xE3\x80\x80"}) {
-        std::string megabyte;
-        while (megabyte.size() < 1 << 20) megabyte += run;
-        CHECK(tokenizer.decode(tokenizer.encode(megabyte)) == megabyte);
-    }
-}

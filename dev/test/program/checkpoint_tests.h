@@ -1,5 +1,5 @@
 // checkpoint_tests.h: lib/run/checkpoint.h and the writers of lib/base/safetensors.h: checksums
-// against published values, manifests and files damaged in every way, retention against a plain
+// against their definition, manifests and files damaged in every way, retention against a plain
 // oracle, disks that refuse. What a crash at any moment leaves is dev/crash_test's business.
 #pragma once
 #include <csignal>
@@ -81,26 +81,8 @@ inline void make_unremovable(const std::string& folder) {
 
 }  // namespace checkpoint_test
 
-TEST(crc32c_published_values) {  // RFC 3720 B.4, and the check value of the CRC catalogues
-    std::string up, down;
-    for (int i = 0; i < 32; i++) up += char(i), down += char(31 - i);
-    const std::string read10(
-        "\x01\xc0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\x14\0\0\0\0\0\x04\0\0\0\0\x14\0\0\0\x18\x28\0\0\0\0\0\0\0\x02\0\0\0\0\0\0"
-        "\0",
-        48);
-    const std::pair<std::string, uint32_t> cases[] = {{"123456789", 0xE3069283u},
-                                                      {"", 0},
-                                                      {std::string(32, '\0'), 0x8A9136AAu},
-                                                      {std::string(32, '\xff'), 0x62A8AB43u},
-                                                      {up, 0x46DD794Eu},
-                                                      {down, 0x113FDB5Cu},
-                                                      {read10, 0xD9963A56u}};
-    for (const auto& [text, expected] : cases) {
-        CHECK_EQUAL(crc32c(0, text.data(), text.size()), expected);
-    }
-}
-
 TEST(crc32c_in_pieces_and_unaligned) {
+    CHECK_EQUAL(crc32c(0, "123456789", 9), 0xE3069283u);  // the published check value
     const std::string bytes = checkpoint_test::bytes_of(200, 5);
     for (size_t begin = 0; begin < 9; begin++)
         for (size_t n = 0; begin + n <= bytes.size(); n++) {

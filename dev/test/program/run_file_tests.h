@@ -262,6 +262,7 @@ PROGRAM_TEST(run_safetensors_reader_refuses_damaged_files) {
     };
     for (const std::string& h : headers) CHECK_FAILS(1, path.c_str(), open(header(h)));
     CHECK_FAILS(1, path.c_str(), open(std::string(7, '\0')));
+    CHECK_FAILS(1, "byte 13: not valid JSON: found 'x'", open(header("{\"a\":x}")));  // counted from the file
     CHECK_FAILS(1, folder.path.c_str(), SafeTensors(folder.path));
     CHECK_FAILS(1, "none", SafeTensors(folder.file("none")));
 }
