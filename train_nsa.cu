@@ -1249,6 +1249,7 @@ static int run_train(Config& c, World& world) {
     const bool only_prints = c.help || c.version;
     if (world.size > 1 && verb != TRAIN && verb != EVAL && !only_prints)
         fail_usage("'%s' runs in one process: start it without mpirun", c.verb.c_str());
+    if (!only_prints) require_same(world, "verb " + c.verb, "start all ranks with the same command");
     if (verb == CHECK_VERB && !c.is_given("model")) c.model = "125m";
     if (!c.config.empty() && !only_prints) read_options_file(c, world.rank == 0);
     int status = 0;

@@ -149,7 +149,8 @@ std::string same_run_lines(const Config& c, const std::string& program, uint64_t
     std::istringstream options(options_json(c));
     for (std::string line; std::getline(options, line);)
         if (line.find("\"threads\"") == std::string::npos) lines += "option " + line + "\n";
-    lines += format_text("training data: %016llx\n", (unsigned long long)train);
+    if (!c.hellaswag.empty()) lines += "--hellaswag: " + digest_of_file(c.hellaswag) + "\n";
+    if (train) lines += format_text("training data: %016llx\n", (unsigned long long)train);
     return lines + (val ? format_text("validation data: %016llx\n", (unsigned long long)val) : "");
 }
 

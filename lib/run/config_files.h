@@ -15,7 +15,7 @@
 #include "run_folder.h"
 #include "../model/shape.h"
 #include "tensor_files.h"
-#include "../base/util.h"
+#include "../base/host.h"
 
 // What the attention needs to know, for B sequences of T tokens.
 NsaShape shape_of(const ModelConfig& c, int64_t B, int64_t T);
@@ -36,7 +36,7 @@ std::unique_ptr<SafeTensors> open_initial_weights(const TrainConfig& c, const st
 // All options of a run, as they are: paths to the byte.
 std::string options_json(const Config& c);
 
-// What the ranks of a run must have in common, a line each. train, val: fingerprints of the data; 0: no validation.
+// What the ranks of a run must have in common, a line each. train, val: fingerprints of the data; 0: there are none.
 std::string same_run_lines(const Config& c, const std::string& program, uint64_t train, uint64_t val);
 
 // Paths from the root, so that a later command finds them from wherever it is started.

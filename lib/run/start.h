@@ -63,7 +63,7 @@ inline RunStart open_run(const Config& c, const Machine& machine, const TensorLi
     const World& world = machine.world;
     const bool writes = c.dump_state.empty(), says = world.rank == 0;
     if (world.size > 1)
-        require_same(world, same_run_lines(c, binary_digest(), data.train->state().corpus, data.val_corpus()),
+        require_same(world, same_run_lines(c, binary_digest(), data.train->state().corpus, corpus_of(data.val)),
                      c.resume ? "start all ranks with the same program, options and data, and with an --out that all "
                                 "hosts see: a resume takes its options from there"
                               : "start all ranks with the same program, options and data");
@@ -88,6 +88,8 @@ inline RunStart open_run(const Config& c, const Machine& machine, const TensorLi
             std::printf("resume: validation is on other data than the checkpoint's: losses cannot be compared\n");
     } else {
         start.weights = open_initial_weights(c, table.specs, says);
+        if (start.weights && world.size > 1)
+            require_same(world, "weights: " + digest_of_file(start.weights->path), "give all ranks the same ones");
     }
     const std::string record = start_json(machine, chosen.step);
     if (says && writes) prepare_run_folder(c.out, resumes, has_steps ? manifest_json(c) : "", record);

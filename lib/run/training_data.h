@@ -31,17 +31,18 @@ struct ValidationSet {
     int64_t samples() const { return int64_t(loader->samples_per_epoch()); }
 };
 
+// Of all sets together; 0: there are none.
+inline uint64_t corpus_of(const std::vector<ValidationSet>& sets) {
+    uint64_t hash = 0;
+    for (const auto& set : sets) hash = random_bits(hash, set.loader->state().corpus, 0);
+    return hash;
+}
+
 struct TrainingData {
     std::unique_ptr<DataLoader> train;
     std::vector<ValidationSet> val;  // the first decides; may be empty
     ChoiceTask choices;              // --hellaswag
 
-    // Of all validation sets together; 0: there are none.
-    uint64_t val_corpus() const {
-        uint64_t hash = 0;
-        for (const auto& set : val) hash = random_bits(hash, set.loader->state().corpus, 0);
-        return hash;
-    }
     std::string describe_val() const {
         std::string text;
         for (const auto& set : val)

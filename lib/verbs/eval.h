@@ -19,6 +19,11 @@ inline void run_eval(Config c, World& world) {
     const std::unique_ptr<Tokenizer> tokenizer =
         Tokenizer::find(c.tokenizer, c.vocab_dir, c.vocab_size, c.vocab_digest);
     const EvaluationData data = open_evaluation_data(c, trained.checkpoint, world, tokenizer.get());
+    if (world.size > 1)
+        require_same(world,
+                     same_run_lines(c, binary_digest(), 0, corpus_of(data.sets)) +
+                         "weights: " + digest_of_file(trained.weights->path),
+                     "start all ranks with the same program, options, model and data");
     const int64_t samples =
         c.is_given("eval-batches") ? std::min(data.samples(), c.eval_batches * c.batch) : data.samples();
     c.batch = std::min(c.batch, std::max<int64_t>(1, (samples + world.size - 1) / world.size));
