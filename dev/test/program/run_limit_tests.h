@@ -210,11 +210,7 @@ PROGRAM_TEST(run_eval_counts_the_samples_of_the_run) {
 // Options that contradict each other, or that hardly anybody means.
 
 PROGRAM_TEST(run_doubtful_options_are_said) {
-    // A run.json has every option, whether or not the run used it.
-    REQUIRE_GOOD(train({{"attention", "full"}, {"steps", "1"}, {"out", folder.file("full")}}));
-    REQUIRE_GOOD(run({"--config", folder.file("full/run.json"), "--out", folder.file("again")}));
-
-    // Layers of a window have that, and nothing else of NSA.
+    // Layers of a window have that, and nothing else of NSA. A run.json has every option, whether or not it was used.
     const std::string alternating = folder.file("alternating");
     REQUIRE_GOOD(train({{"attention", "window,full"}, {"layers", "2"}, {"window", "9"}, {"out", alternating}}));
     CHECK(holds(read_file(alternating + "/run.json"), "\"window\": 9"));
