@@ -3,7 +3,7 @@
 // collective was computed beforehand. Collectives run as late as the program's waits allow, or as early: a missing wait
 // on either side shows as a wrong number.
 #pragma once
-#include "cuda_model_tests.h"
+#include "../model/engine_model_tests.h"
 
 #ifdef CUDA_ON_CPU
 struct TwoRanks {
