@@ -444,11 +444,13 @@ inline void check_device_array(const char* what, const void* p, size_t bytes) {
         stop("%s: %zu bytes at %s are not inside one device array", what, bytes, describe_address(p).c_str());
 }
 
+// What an allocation takes of the range: whole pages, with the gap behind it.
+inline size_t with_gap(size_t bytes) { return (bytes + DEVICE_GAP + 4095) / 4096 * 4096; }
 EMU_ENGINE inline void* device_alloc(size_t bytes) {  // nullptr: out of memory
     if (bytes > machine.device_bytes - machine.live_bytes) return nullptr;
     reserve_range();
     char* data = machine.range_end;
-    const size_t whole = (bytes + DEVICE_GAP + 4095) / 4096 * 4096;
+    const size_t whole = with_gap(bytes);
     if (whole > size_t(machine.range + RANGE_BYTES - data))
         stop("the %zu bytes of device addresses are used up; they are not given out again", RANGE_BYTES);
     machine.range_end += whole;
@@ -478,7 +480,7 @@ inline void device_free(void* p) {
     machine.live_bytes -= found->second.bytes;
     set_known(p, found->second.bytes, OUTSIDE);
     release_cells((char*)p, found->second.bytes);
-    release_pages((char*)p, found->second.bytes);
+    release_pages((char*)p, with_gap(found->second.bytes));
     // Every launch opens and closes the range, which takes longer the longer it is: leave out what was freed at its
     // start.
     if (machine.range_opened) return;
