@@ -175,14 +175,16 @@ void for_each_text(const TokenBlock& block, Use use, Bad bad) {
     }
 }
 
-// Bytes of a .txt that are not what they seem. Neither is an error: a vocabulary of bytes takes any.
-inline void find_oddities(TokenBlock& block, const TokenBlock::Part& part, bool nul_is_end_of_text) {
+// Bytes of text, `at` bytes into a file, that are not what they seem. None is an error: a vocabulary of bytes takes
+// any. nul: null where a 0 is no end-of-text.
+inline void find_oddities(const char* text, size_t n, const std::string& path, uint64_t at, Oddity& invalid_utf8,
+                          Oddity* nul) {
     uint32_t code;
-    for (size_t i = part.begin; i < part.end;) {
-        const unsigned char c = static_cast<unsigned char>(block.bytes[i]);
-        if (c == 0 && nul_is_end_of_text) block.nul.add(block.path, block.first_byte + i);
-        const int length = c < 0x80 ? 1 : utf8_decode(block.bytes.data() + i, part.end - i, &code);
-        if (length == 0) block.invalid_utf8.add(block.path, block.first_byte + i);
+    for (size_t i = 0; i < n;) {
+        const unsigned char c = static_cast<unsigned char>(text[i]);
+        if (c == 0 && nul) nul->add(path, at + i);
+        const int length = c < 0x80 ? 1 : utf8_decode(text + i, n - i, &code);
+        if (length == 0) invalid_utf8.add(path, at + i);
         i += size_t(length ? length : 1);
     }
 }
@@ -215,8 +217,10 @@ inline void encode_block(TokenBlock& block, uint16_t end_of_text, const EncodeTe
         block.text_bytes += n;
     };
     for (const TokenBlock::Part& part : block.parts) {
-        find_oddities(block, part, nul_is_end_of_text);
-        encode(block.bytes.data() + part.begin, part.end - part.begin, part.begins_document);
+        const char* const text = block.bytes.data() + part.begin;
+        find_oddities(text, part.end - part.begin, block.path, block.first_byte + part.begin, block.invalid_utf8,
+                      nul_is_end_of_text ? &block.nul : nullptr);
+        encode(text, part.end - part.begin, part.begins_document);
     }
     if (!block.is_jsonl) return;
     const auto use = [&](const std::string& text, uint64_t byte) {
@@ -397,21 +401,15 @@ inline Documents read_documents(const std::string& path, const std::string& read
     return documents;
 }
 
-// What is no error in them and may not be meant; a .jsonl is always UTF-8.
+// What is no error in them and may not be meant.
 inline void warn_of_documents(const Documents& documents, const std::string& where) {
     warn_of_end_of_text(documents.texts, where);
-    uint64_t invalid = 0;
-    uint32_t code;
-    for (const std::string& text : documents.texts)
-        for (size_t i = 0; i < text.size();) {
-            const int length = utf8_decode(text.data() + i, text.size() - i, &code);
-            invalid += length == 0;
-            i += size_t(length ? length : 1);
-        }
-    if (invalid)
+    Oddity invalid;
+    for (const std::string& text : documents.texts) find_oddities(text.data(), text.size(), where, 0, invalid, nullptr);
+    if (invalid.count)
         complain(format_text("%s: %s that %s not valid UTF-8 %s; %s", where.c_str(),
-                             counted(int64_t(invalid), "byte").c_str(), invalid == 1 ? "is" : "are",
-                             invalid == 1 ? "is read as it is" : "are read as they are", CONVERT_ENCODING));
+                             counted(int64_t(invalid.count), "byte").c_str(), invalid.count == 1 ? "is" : "are",
+                             invalid.count == 1 ? "is read as it is" : "are read as they are", CONVERT_ENCODING));
 }
 
 // A document longer than a block is handed on in fragments, cut only where the pre-tokeniser always cuts, so that it
