@@ -542,6 +542,11 @@ inline std::string write_small_corpus(const TempFolder& folder, const std::strin
     return folder.file(name);
 }
 
+// Two ranks, each with a command of its own, before which options of mpirun for this rank may stand.
+inline Words two_ranks(const std::string& mpirun, const Words& first, const Words& second) {
+    return joined(joined(joined({mpirun, "-np", "1"}, first), {":", "-np", "1"}), second);
+}
+
 // Four layers, so that several small buckets exist and are ready one after the other.
 inline Options ranks_options(const Options& more) {
     return merged(

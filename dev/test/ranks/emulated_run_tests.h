@@ -211,12 +211,8 @@ TEST(emulated_gpus_with_unlike_ranks) {
     if (two.empty()) return;
     TempFolder folder;
     const auto unlike = [&](const Options& first, const Options& second) {
-        Words words = {two[0]};
-        for (const Options* more : {&first, &second}) {
-            if (more == &second) words.push_back(":");
-            words = joined(words, {"-np", "1", two[3]}), words = joined(words, words_of(options_of(*more)));
-        }
-        return execute(words);
+        const auto with = [&](const Options& more) { return joined({two[3]}, words_of(options_of(more))); };
+        return execute(two_ranks(two[0], with(first), with(second)));
     };
     const std::string out = folder.file("run");
     CHECK_EQUAL(unlike({{"steps", "1"}, {"out", out}}, {{"steps", "1"}, {"out", out}, {"threads", "2"}}).status, 0);

@@ -96,12 +96,9 @@ TEST(launch_of_ranks_that_never_come) {
             Start start;
             start.environment.push_back("NSA_TEST_RANK=1");
             start.seconds = 30;
-            const Words one = {"-np", "1"};
-            const Words self = joined(one, {std::filesystem::read_symlink("/proc/self/exe").string(), "--only",
-                                            "launch_of_ranks_that_never_come"});
-            const Words words = first ? joined(joined(self, {":", "-np", "1"}), other)
-                                      : joined(joined(joined(one, other), {":"}), self);
-            const Result r = execute(joined({mpirun}, words), start);
+            const Words self = {std::filesystem::read_symlink("/proc/self/exe"), "--only",
+                                "launch_of_ranks_that_never_come"};
+            const Result r = execute(first ? two_ranks(mpirun, self, other) : two_ranks(mpirun, other, self), start);
             CHECK(r.status != 0 && r.status != 1000);
             const std::string name = format_text("train_nsa: error: rank %d on %s", first ? 0 : 1, host_name().c_str());
             CHECK(r.err.find(name) != std::string::npos);
@@ -117,13 +114,13 @@ TEST(launch_without_a_shared_folder) {
     for (const char* host : {"host1", "host2"}) make_folders(folder.file(host));
     const Words run = joined({path()}, small_words({{"batch", "1"}, {"out", "run"}}));
     const auto on = [&](const char* host) {
-        return joined({"-np", "1", "/bin/sh", "-c", "cd \"$0\" && exec \"$@\"", folder.file(host)}, run);
+        return joined({"/bin/sh", "-c", "cd \"$0\" && exec \"$@\"", folder.file(host)}, run);
     };
-    const Result r = execute(joined(joined(joined({mpirun}, on("host1")), {":"}), on("host2")));
+    const Result r = execute(two_ranks(mpirun, on("host1"), on("host2")));
     CHECK(r.status != 0 && r.status != 1000);
     CHECK(r.err.find("error: rank 1: --out run on " + host_name()) != std::string::npos);
     CHECK(newest_checkpoint(folder.file("host1/run")).folder.empty() && !file_exists(folder.file("host2/run")));
-    CHECK_EQUAL(execute(joined(joined(joined({mpirun}, on("host1")), {":"}), on("host1"))).status, 0);
+    CHECK_EQUAL(execute(two_ranks(mpirun, on("host1"), on("host1"))).status, 0);
 }
 
 // In a Slurm job too, mpirun is mpirun, and srun is srun.
@@ -188,8 +185,7 @@ TEST(launch_of_different_programs) {
     write_file(other, read_file(path()) + "x");
     std::filesystem::permissions(other, std::filesystem::perms::owner_all);
     const Words options = small_words({{"batch", "1"}, {"out", out}});
-    const Result r =
-        execute(joined(joined(joined({mpirun, "-np", "1", path()}, options), {":", "-np", "1", other}), options));
+    const Result r = execute(two_ranks(mpirun, joined({path()}, options), joined({other}, options)));
     CHECK(r.status != 0 && r.status != 1000);
     CHECK(r.err.find("has 'program: ") != std::string::npos && r.err.find("same program") != std::string::npos);
     CHECK(!file_exists(out));
