@@ -39,9 +39,8 @@ clang() {
         skipped "no ziglang, so nothing was tried for macOS and musl"
         return
     fi
-    # By -O1, since nothing of it runs here.
     good "macOS: compiles and links" build "$build/macos" CXX="$zig -m ziglang c++ -target aarch64-macos" MARCH= \
-        NO_OMP=1 CXXFLAGS=-O1
+        NO_OMP=1
     good "macOS: a program for it" [ "$(head -c 4 "$build/macos/train_nsa" | od -An -tx4)" = " feedfacf" ]
     good "musl: builds" build "$build/musl" CXX="$zig -m ziglang c++ -target x86_64-linux-musl" MARCH= NO_OMP=1 &&
         good "musl: check" "$build/musl/train_nsa" check
