@@ -148,7 +148,6 @@ double RunPrinter::lap() {
 
 void RunPrinter::print_step(const StepResult& s, double seconds, double peak_gpu_mib, bool last) {
     tokens = s.all_tokens;
-    if (std::isnan(first_loss)) first_loss = s.loss;
     log->add_line(format_text("s:%lld trl:%.6f lr:%.6e norm:%.4f", (long long)s.step, s.loss, s.lr, s.norm));
     log->add_record(step_record(s, seconds, peak_gpu_mib));
     unprinted_seconds += seconds, unprinted_steps++;
@@ -167,12 +166,7 @@ void RunPrinter::print_step(const StepResult& s, double seconds, double peak_gpu
 }
 
 void RunPrinter::print_validation(int64_t step, const std::string& set, bool decides, const EvalResult& r) {
-    if (decides) {
-        last_val_loss = r.loss;
-        validations++;
-        if (std::isnan(first_val_loss)) first_val_loss = r.loss;
-        last_recall = r.answers ? r.answer_loss : -1;
-    }
+    if (decides) last_recall = r.answers ? r.answer_loss : -1;
     if (!log) return;
     const std::string of = decides ? "" : "/" + set;
     std::string line = format_text("step %04lld | val loss %.4f", (long long)step, r.loss);
@@ -201,11 +195,6 @@ void RunPrinter::print_choices(int64_t step, const ChoiceResult& r) {
         {{"hellaswag", {r.accuracy_per_token(), "%.6f"}}, {"hellaswag_plain", {r.accuracy(), "%.6f"}}}));
 }
 
-double RunPrinter::median_speed() {
-    std::sort(speed.begin(), speed.end());
-    return speed.empty() ? 0.0 : speed[speed.size() / 2];
-}
-
 void RunPrinter::print_recall() const {
     const double chance = std::log(SYNTHETIC_ALPHABET);
     if (last_recall < 0) return;
@@ -218,7 +207,9 @@ void RunPrinter::print_recall() const {
 
 void RunPrinter::print_done(int64_t step, double peak_device_mib, const std::string& device) {
     print_recall();
-    const double tokens_per_second = median_speed(), rate = flops_per_token * tokens_per_second / ranks;
+    std::sort(speed.begin(), speed.end());
+    const double tokens_per_second = speed.empty() ? 0 : speed[speed.size() / 2],  // the median
+        rate = flops_per_token * tokens_per_second / ranks;
     std::printf(
         "done:   %s in %s, %speak memory %s%.0f MiB%s\n", counted(step - first_step, "step").c_str(),
         duration_text(seconds_now() - begun).c_str(),
@@ -240,11 +231,13 @@ void RunPrinter::print_reductions(const ReduceTimes& times) {
             times.total * 1e3 / double(times.steps), std::min(times.exposed, times.total) * 1e3 / double(times.steps));
 }
 
-void RunPrinter::warn_of_rise(const OutlierWindow& losses) const {
-    const bool is_validated = validations > 1;
-    const auto few = losses.values.end() - std::min<std::ptrdiff_t>(8, std::ptrdiff_t(losses.values.size()));
-    const double mean = std::accumulate(few, losses.values.end(), 0.0) / double(losses.values.end() - few);
-    const double first = is_validated ? first_val_loss : first_loss, last = is_validated ? last_val_loss : mean;
+void RunPrinter::warn_of_rise(const TrainState& state) {
+    const bool is_validated = state.validation.step > state.first_validation.step;
+    const std::vector<double>& losses = state.losses.values;
+    const auto few = losses.end() - std::min<std::ptrdiff_t>(8, std::ptrdiff_t(losses.size()));
+    const double mean = std::accumulate(few, losses.end(), 0.0) / double(losses.end() - few);
+    const double first = is_validated ? state.first_validation.loss : state.first_loss,
+                 last = is_validated ? state.validation.loss : mean;
     // Training losses are each of another batch, so of these only a doubling counts, and near 0 not even that.
     if (last > (is_validated ? 1.02 * first : 2 * first + 0.1))
         complain(
@@ -256,14 +249,15 @@ void RunPrinter::warn_of_rise(const OutlierWindow& losses) const {
 void RunPrinter::print_end(Stop stop, const TrainState& state, const TrainConfig& c, const CheckpointSaver& saver,
                            bool has_vocabulary) const {
     const std::string &save_error = saver.last_error, &last_saved = saver.last_saved;
-    if (stop == HALTED) remove_halt_file(c.out);
+    // One that comes when the last step is done has nothing to stop, and is not to stop the next start.
+    if (stop == HALTED || (stop == GO_ON && file_exists(c.out + "/halt"))) remove_halt_file(c.out);
     if (!save_error.empty())
         fail(
             "the last checkpoint could not be written: %s; what was learnt since %s is lost; mend that and run "
             "again%s",
             save_error.c_str(), last_saved.empty() ? "the start" : last_saved.c_str(),
             last_saved.empty() ? "" : " with --resume");
-    warn_of_rise(state.losses);
+    warn_of_rise(state);
     if (stop != GO_ON)  // such a run is to be resumed, and its exit status says so
         return void(std::printf("stopped by %s after step %lld of %lld; %s\n",
                                 stop == HALTED        ? "the halt file"
@@ -278,7 +272,7 @@ void RunPrinter::print_end(Stop stop, const TrainState& state, const TrainConfig
             "batch is in %s/bad_step_*.json",
             state.bad_steps == 1 ? "step is" : format_text("%lld steps are", (long long)state.bad_steps).c_str(),
             (long long)state.last_update, c.out.c_str());
-    if (!std::isfinite(last_val_loss))
+    if (!std::isfinite(state.validation.loss))
         fail(
             "the last validation loss is not finite: the weights are no use any more; lower --lr, and --resume "
             "from an earlier checkpoint in %s",

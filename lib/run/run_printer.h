@@ -84,11 +84,9 @@ struct RunPrinter {
     double last_printed = 0;                      // when the last line of a step was printed
     double unprinted_seconds = 0;                 // of the steps since then
     int64_t unprinted_steps = 0;
-    double first_val_loss = NAN, last_val_loss = 0, last_recall = -1;
-    int64_t validations = 0;  // on the set that decides
-    double first_loss = NAN;  // of the first step of this start
-    int64_t first_step = 0;   // a resumed run begins here
-    uint64_t tokens = 0;      // that the run was given up to the last reported step
+    double last_recall = -1;
+    int64_t first_step = 0;  // a resumed run begins here
+    uint64_t tokens = 0;     // that the run was given up to the last reported step
     int ranks = 1;
     double flops_per_token = 0, peak_flops = 0;  // of the model, for training; of one rank's processor, 0: unknown
 
@@ -116,8 +114,6 @@ struct RunPrinter {
 
     void print_choices(int64_t step, const ChoiceResult& r);
 
-    double median_speed();
-
     // Says what the recall loss of the built-in corpus means: its names lie farther back than the window reaches.
     void print_recall() const;
 
@@ -128,7 +124,7 @@ struct RunPrinter {
     static void print_reductions(const ReduceTimes& times);
 
     // Warns if a run ends worse than it began. Losses of single steps differ by chance, so the last few count together.
-    void warn_of_rise(const OutlierWindow& losses) const;
+    static void warn_of_rise(const TrainState& state);
 
     // Prints the run's last lines, or fails with the error that a run ends with although it reached its last step.
     void print_end(Stop stop, const TrainState& state, const TrainConfig& c, const CheckpointSaver& saver,

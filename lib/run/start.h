@@ -75,12 +75,10 @@ inline RunStart open_run(const Config& c, const Machine& machine, const TensorLi
                                 : c.init == "random"   ? "every tensor random"
                                                        : c.init + " initialisation";
     if (says) print_run(c, machine, table, partition, data, weights);
-    bool has_steps = true;
     if (resumes) {
         require_same_model(c, chosen.folder, "resume");
         const TrainState state = read_state(chosen);
         resume_data(*data.train, c, state, says);
-        has_steps = state.step < c.steps;
         const Json* const validated = chosen.state.find("validation");
         if (says && validated && !data.val.empty() &&
             validated->string("data", chosen.path)
@@ -92,6 +90,7 @@ inline RunStart open_run(const Config& c, const Machine& machine, const TensorLi
             require_same(world, "weights: " + digest_of_file(start.weights->path), "give all ranks the same ones");
     }
     const std::string record = start_json(machine, chosen.step);
+    const bool has_steps = !resumes || chosen.step < c.steps;
     if (says && writes) prepare_run_folder(c.out, resumes, has_steps ? manifest_json(c) : "", record);
     world.barrier();
     if (writes) require_shared_folder(world, c.out);

@@ -13,10 +13,13 @@ std::string state_json(const TrainState& s, const std::string& options, int rank
     for (size_t i = 0; i < shards.size(); i++) text += (i ? ",\n  " : "") + json_quote(shards[i], true);
     text += "],\n \"losses\": " + Json::numbers(s.losses.values, "%.17g").to_text() +
             ",\n \"norms\": " + Json::numbers(s.norms.values, "%.17g").to_text();
-    if (s.validation.step == s.step && std::isfinite(s.validation.loss))  // see best_step
-        text +=
-            format_text(",\n \"validation\": {\"loss\": %.17g, \"data\": \"%016llx, %llu tokens\"}", s.validation.loss,
-                        (unsigned long long)s.validation.corpus, (unsigned long long)s.validation.tokens);
+    const auto add = [&](const char* name, const Validation& v) {
+        const Json json = {{"loss", {v.loss, "%.17g"}}, {"data", v.data}};
+        if (std::isfinite(v.loss)) text += std::string(",\n \"") + name + "\": " + json.to_text();
+    };
+    if (s.validation.step == s.step) add("validation", s.validation);  // see best_step
+    if (s.first_validation.step >= 0) add("first_validation", s.first_validation);
+    if (std::isfinite(s.first_loss)) text += format_text(",\n \"first_loss\": %.17g", s.first_loss);
     if (s.left_validation) text += ",\n \"left_validation\": true";
     return text + ",\n \"options\": " + options + "}";
 }
@@ -55,6 +58,9 @@ TrainState read_state(const Checkpoint& checkpoint) {
     state.tokens = uint64_t(checkpoint.state.integer("tokens", path));
     for (const Json& name : checkpoint.state.array("shards", path))
         state.shards.push_back(name.string(path + ": shards"));
+    if (const Json* const first = checkpoint.state.find("first_validation"))
+        state.first_validation = {0, first->number("loss", path), first->string("data", path)};
+    if (checkpoint.state.find("first_loss")) state.first_loss = checkpoint.state.number("first_loss", path);
     state.was_validated = checkpoint.state.find("validation");
     state.left_validation = checkpoint.state.find("left_validation");
     read_window(state.losses, checkpoint, "losses");

@@ -30,11 +30,10 @@ struct OutlierWindow {
     }
 };
 
-// The last validation.
 struct Validation {
     int64_t step = -1;  // whose weights were validated; -1: none yet
     double loss = 0;
-    uint64_t corpus = 0, tokens = 0;  // what they were validated on
+    std::string data;  // what they were validated on
 };
 
 struct TrainState {
@@ -45,7 +44,9 @@ struct TrainState {
     std::array<uint64_t, 4> loader = {};  // the data loader's four integers
     std::vector<std::string> shards;      // of a checkpoint: those it was trained on, with their paths
     OutlierWindow losses, norms;
-    Validation validation;         // not resumed: it is of no later step
+    Validation validation;         // the last; not resumed: it is of no later step
+    Validation first_validation;   // of the run, on the same data
+    double first_loss = NAN;       // of the run's first step on this data
     bool was_validated = false;    // of a checkpoint: its weights were
     bool left_validation = false;  // a validation of these weights was begun and not finished
 };
