@@ -71,9 +71,11 @@ inline const ForeignKind* foreign_by_bytes(const std::string& first) {
          file.c_str(), reader.c_str());
 }
 
-// The name that iconv has for UTF-16, known by its mark or, without one, by a NUL in many bytes of even or of odd
-// places and in no others; "" for everything else.
-inline std::string utf16_name(const std::string& first) {
+// The name that iconv has for UTF-16 and UTF-32, known by their marks, or UTF-16 without one by a NUL in many bytes of
+// even or of odd places and in no others; "" for everything else.
+inline std::string wide_encoding(const std::string& first) {
+    if (!first.compare(0, 4, std::string("\xFF\xFE\0\0", 4)) || !first.compare(0, 4, std::string("\0\0\xFE\xFF", 4)))
+        return "UTF-32";
     if (first.compare(0, 2, "\xFF\xFE") == 0 || first.compare(0, 2, "\xFE\xFF") == 0) return "UTF-16";
     size_t nul[2] = {0, 0};
     for (size_t i = 0; i < first.size(); i++) nul[i % 2] += first[i] == 0;
@@ -84,10 +86,10 @@ inline std::string utf16_name(const std::string& first) {
 // first: the bytes that a file begins with; path "": of stdin.
 inline void refuse_no_text(const std::string& path, const std::string& first, const std::string& reader) {
     if (const ForeignKind* const kind = foreign_by_bytes(first)) fail_foreign(path, *kind, reader);
-    const std::string utf16 = utf16_name(first);
-    if (!utf16.empty())
-        fail("%s is UTF-16, expected UTF-8; convert it: iconv -f %s -t UTF-8 %s > NEW",
-             path.empty() ? "stdin" : path.c_str(), utf16.c_str(), path.empty() ? "FILE" : shell_word(path).c_str());
+    const std::string wide = wide_encoding(first), file = path.empty() ? "FILE" : shell_word(path);
+    if (!wide.empty())
+        fail("%s is %s, expected UTF-8; convert it: iconv -f %s -t UTF-8 %s > NEW",
+             path.empty() ? "stdin" : path.c_str(), wide.c_str(), wide.c_str(), file.c_str());
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -397,7 +397,7 @@ inline Documents read_documents(const std::string& path, const std::string& read
     block.bytes = std::move(text);
     for_each_text(
         block, [&](const std::string& document, uint64_t) { documents.texts.push_back(document); },
-        [](const Error&) { throw; });
+        [](const Error& e) { fail("%s; take that line out: only tokenize has --skip-bad", e.what()); });
     return documents;
 }
 

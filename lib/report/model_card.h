@@ -24,6 +24,9 @@ static std::string describe_training(const Checkpoint& checkpoint) {
     std::string data, loss, begun;
     for (const std::string& set : set_texts(options.string("data", path)))
         data += (data.empty() ? "`" : ", `") + printable(name_of(set)) + "`";
+    const LoaderState loader = loader_state(state.loader);  // of these data alone
+    if (const uint64_t before = state.tokens - loader.next_sample * loader.seq_len)
+        data += format_text(" since token %llu, other data before (--allow-new-data)", (unsigned long long)before);
     const std::string from = options.string("init_from", path);
     const bool is_one = parse_step(name_of(from)) >= 0;  // of a run's checkpoints
     if (!from.empty())

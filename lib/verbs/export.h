@@ -219,10 +219,10 @@ inline void import_checkpoint(Config c) {
     read_hf_config(c, from);
     resolve_batch(c, 1, false);
     const std::unique_ptr<Tokenizer> tokenizer = read_hf_vocabulary(c, from);
-    if (!file_exists(from + "/model.safetensors") && file_exists(from + "/model.safetensors.index.json"))
+    if (!file_exists(from + "/model.safetensors"))  // in pieces, or of PyTorch's own kind
         fail(
-            "%s/model.safetensors is missing, it is in pieces: save it with model.save_pretrained(DIR, "
-            "max_shard_size=\"1TB\")",
+            "%s/model.safetensors is missing: write it, and in one piece, by model.save_pretrained(DIR, "
+            "safe_serialization=True, max_shard_size=\"1TB\")",
             from.c_str());
     const SafeTensors file(from + "/model.safetensors");
     const TensorTable table(c);

@@ -65,6 +65,7 @@ class Inspection {
         const std::vector<std::string> texts = read_documents(file, "inspect --text").texts;
         if (texts.size() != 1) fail("--text %s: inspect shows one document, not %zu", file.c_str(), texts.size());
         const std::string& text = texts[0];
+        if (text.empty()) fail("--text %s holds no text", file.c_str());
         warn_of_end_of_text(texts, "--text " + file);
         take_tokens(tokenizer.encode(text), file);
         std::vector<std::string> bytes = {""};

@@ -261,6 +261,10 @@ PROGRAM_TEST(export_writes_a_model_card) {
         if (card.find(text) == std::string::npos)
             check_failed(__FILE__, __LINE__, "no '%s' in %s", text.c_str(), card.c_str());
     CHECK(card.find(folder.path) == std::string::npos);
+    REQUIRE_GOOD(
+        run({"--resume", "--out", run_folder, "--steps=4", "--allow-new-data", "--data", folder.file("more.bin")}));
+    REQUIRE_GOOD(export_to(folder.file("new"), run_folder));
+    CHECK(holds(read_file(folder.file("new/README.md")), "- data: `more.bin` since token 512, other data before"));
     const std::string later = folder.file("later"), odd = folder.file("a\n\xe9<b>");
     REQUIRE_GOOD(train({{"out", later}, {"init-from", run_folder + "/step_00000003/"}, {"steps", "1"}}));
     REQUIRE_GOOD(export_to(odd, later));
@@ -314,7 +318,7 @@ PROGRAM_TEST(export_and_import_refuse_in_one_line) {
     write_safetensors(model, {}, tensors);
     CHECK_REFUSED(import_to(to, hf), 1, model, "number 1 of " + tensors.back().name, "nan");
     rename_path(model, hf + "/model.safetensors.index.json");  // as of a model in pieces
-    CHECK_REFUSED(import_to(to, hf), 1, "max_shard_size");
+    CHECK_REFUSED(import_to(to, hf), 1, "max_shard_size", "safe_serialization");
     CHECK(!file_exists(to));  // none of them left anything
 }
 

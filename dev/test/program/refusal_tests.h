@@ -234,6 +234,7 @@ TEST(refusals_of_bad_input_of_tokenize) {
     scene.write("open.jsonl", "{\"text\": \"one\"");
     scene.write("utf16.txt", std::string("\xFF\xFEw\0", 4));
     scene.write("utf16.jsonl", std::string("\xFE\xFF\0{", 4));
+    scene.write("utf32.txt", std::string("\xFF\xFE\0\0w\0\0\0", 8));
     scene.write("little.txt", std::string("w\0o\0r\0d\0s\0", 10));
     scene.write("big.txt", std::string("\0w\0o\0r\0d\0s", 10));
     const std::string tokenize = "tokenize --tokenizer bytes --threads 1 --out @/shards --in ";
@@ -244,6 +245,7 @@ TEST(refusals_of_bad_input_of_tokenize) {
         {tokenize + "@/open.jsonl", 1, {"open.jsonl", "line 1", "byte 14"}},
         {tokenize + "@/utf16.txt", 1, {"utf16.txt", "UTF-16", "iconv"}},
         {tokenize + "@/utf16.jsonl", 1, {"utf16.jsonl", "UTF-16", "iconv"}},
+        {tokenize + "@/utf32.txt", 1, {"utf32.txt", "UTF-32", "iconv"}},
         {tokenize + "@/little.txt", 1, {"UTF-16LE", "iconv"}},
         {tokenize + "@/big.txt", 1, {"UTF-16BE", "iconv"}},
         {tokenize + "@/words.txt --split-documents \\q", 2, {"--split-documents"}},
@@ -263,6 +265,7 @@ TEST(refusals_of_resumes_and_beginnings) {
     scene.write("train.bin", shard(random_tokens(64 * 15 + 1, 1, 64)));
     scene.write("other.bin", shard(random_tokens(64 * 15 + 1, 2, 64)));  // as many tokens, but others
     scene.write("longer.bin", shard(random_tokens(64 * 20, 3, 64)));
+    scene.write("empty.txt", ""), scene.write("number.jsonl", "{\"text\": \"one\"}\n{\"text\": 2}\n");
     REQUIRE_GOOD(scene.run("small --data=@/train.bin --out=@/run"));
     REQUIRE_GOOD(scene.run("small --tokenizer=gpt2 --steps=1 --out=@/gpt2"));
     const std::string options = read_file(scene.file("run/run.json")),
@@ -298,6 +301,8 @@ TEST(refusals_of_resumes_and_beginnings) {
         {"--steps 3 @/run", 2, {"option"}},
         {"eval --from @/run --val-data @/none*", 1, {"--val-data", "@/none*"}},
         {"eval --from @/run", 2, {"--val-data"}},
+        {"eval --from @/run --text @/number.jsonl", 1, {"number.jsonl", "line 2", "tokenize", "--skip-bad"}},
+        {"inspect --from @/run --text @/empty.txt --html @/i.html", 1, {"--text @/empty.txt"}},
         {"eval --from @/gpt2 --val-data synthetic", 2, {"--val-data synthetic", "gpt2"}},
         {"sample --from @/gpt2", 2, {"--vocab-dir"}},
         {"sample --from @/gpt2 --vocab-dir @/none", 1, {"@/none"}},
