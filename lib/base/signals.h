@@ -1,8 +1,8 @@
 // signals.h: how a run is asked to stop. Used by main() and the training loop in train_nsa.cu.
 //
 // A signal, or a file named halt in the run's folder: the run finishes its step, writes a checkpoint, and reports by
-// its exit status what a scheduler needs to know: 75 (try again) after SIGTERM, SIGUSR1 and SIGHUP, 130 after SIGINT, 0
-// after a halt file.
+// its exit status what a scheduler needs to know: 75 (try again) after SIGTERM, SIGUSR1, SIGHUP and SIGXCPU, 130 after
+// SIGINT, 0 after a halt file.
 //
 // One wish may come several times: timeout signals its child and then the whole group, mpirun forwards the SIGINT that
 // the terminal has sent to all, and a shell, a service manager or a scheduler does the like. So what comes within
@@ -66,7 +66,7 @@ inline void look_at_hangup(int, char**, char**) {
 inline sigset_t stop_signals() {
     sigset_t set;
     sigemptyset(&set);
-    for (const int signal : {SIGTERM, SIGINT, SIGUSR1}) sigaddset(&set, signal);
+    for (const int signal : {SIGTERM, SIGINT, SIGUSR1, SIGXCPU}) sigaddset(&set, signal);
     if (!hangup_was_ignored) sigaddset(&set, SIGHUP);
     return set;
 }

@@ -262,7 +262,7 @@ void RunPrinter::print_end(Stop stop, const TrainState& state, const TrainConfig
         return void(std::printf("stopped by %s after step %lld of %lld; %s\n",
                                 stop == HALTED        ? "the halt file"
                                 : stop == INTERRUPTED ? "SIGINT"
-                                                      : "SIGTERM, SIGUSR1 or SIGHUP",
+                                                      : "SIGTERM, SIGUSR1, SIGHUP or SIGXCPU",
                                 (long long)state.step, (long long)steps,
                                 last_saved.empty() ? "nothing is saved yet, so the same command begins again"
                                                    : "the same command with --resume goes on"));

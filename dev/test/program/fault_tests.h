@@ -137,7 +137,7 @@ PROGRAM_TEST(stop_by_signal_and_by_halt_file) {
     struct {
         int signal;
         int status;
-    } const cases[] = {{SIGTERM, 75}, {SIGUSR1, 75}, {SIGINT, 130}, {0, 0}};
+    } const cases[] = {{SIGTERM, 75}, {SIGUSR1, 75}, {SIGXCPU, 75}, {SIGINT, 130}, {0, 0}};
     for (const auto& c : cases) {
         const std::string out = folder.file("run" + std::to_string(c.signal));
         Options options = endless;
