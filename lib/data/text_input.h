@@ -239,8 +239,8 @@ class TextInputs {
         }
         const auto [same, is_new] = seen.emplace(file_identity(path), path);
         if (!is_new)
-            fail_usage("--in names the file %s twice%s: its text would count twice", path.c_str(),
-                       same->second == path ? "" : (", here and as " + same->second).c_str());
+            return take_bad("--in " + path + " is the file " + same->second + ": its text would count twice",
+                            was_named ? 2 : 1, was_named);
         files.push_back(input);
     }
     // All files in it and below, but not what is hidden by a dot, and no folder that is a link.

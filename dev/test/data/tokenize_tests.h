@@ -233,6 +233,7 @@ TEST(tokenize_passes_over_what_is_bad) {
     const std::string in = f.folder.file("in"), gone = in + "/gone.txt", pipe = in + "/pipe.txt";
     const std::pair<const char*, std::function<void()>> bad[] = {
         {"gone.txt: No such file", [&] { CHECK_EQUAL(symlink("nowhere", gone.c_str()), 0); }},
+        {"b.txt is the file ", [&] { CHECK_EQUAL(symlink("a.txt", (in + "/b.txt").c_str()), 0); }},
         {"gone.txt is a pipe or a device", [&] { CHECK_EQUAL(symlink("/dev/zero", gone.c_str()), 0); }},
         {"pipe.txt is a pipe", [&] { CHECK_EQUAL(mkfifo(pipe.c_str(), 0600), 0); }},
         {"zcat", [&] { write_file(in + "/b.txt", GZIP_TEXT); }},
