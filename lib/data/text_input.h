@@ -71,16 +71,18 @@ inline const ForeignKind* foreign_by_bytes(const std::string& first) {
          file.c_str(), reader.c_str());
 }
 
-// The name that iconv has for UTF-16 and UTF-32, known by their marks, or UTF-16 without one by a NUL in many bytes of
-// even or of odd places and in no others; "" for everything else.
+// The name that iconv has for UTF-16 and UTF-32, known by the NULs that text has in some places and in no others, or
+// by the mark of UTF-16; "" for everything else.
 inline std::string wide_encoding(const std::string& first) {
-    if (!first.compare(0, 4, std::string("\xFF\xFE\0\0", 4)) || !first.compare(0, 4, std::string("\0\0\xFE\xFF", 4)))
-        return "UTF-32";
+    const size_t quarter = first.size() / 4;
+    size_t nul[4] = {0, 0, 0, 0};
+    for (size_t i = 0; i < first.size(); i++) nul[i % 4] += first[i] == 0;
+    if (quarter > 1 && nul[3] == quarter && nul[0] < quarter && 2 * nul[2] > quarter) return "UTF-32LE";
+    if (quarter > 1 && nul[0] == quarter && nul[3] < quarter && 2 * nul[1] > quarter) return "UTF-32BE";
     if (first.compare(0, 2, "\xFF\xFE") == 0 || first.compare(0, 2, "\xFE\xFF") == 0) return "UTF-16";
-    size_t nul[2] = {0, 0};
-    for (size_t i = 0; i < first.size(); i++) nul[i % 2] += first[i] == 0;
-    if (std::min(nul[0], nul[1]) || 4 * std::max(nul[0], nul[1]) <= first.size() || first.size() < 8) return "";
-    return nul[0] ? "UTF-16BE" : "UTF-16LE";
+    const size_t even = nul[0] + nul[2], odd = nul[1] + nul[3];
+    if (std::min(even, odd) || std::max(even, odd) <= quarter || quarter < 2) return "";
+    return even ? "UTF-16BE" : "UTF-16LE";
 }
 
 // first: the bytes that a file begins with; path "": of stdin.
@@ -156,12 +158,11 @@ class TextInputs {
 
     TextInputs(const std::vector<std::string>& words, const std::string& verb, bool skip_bad = false)
         : reader(verb + " --in"), skips_bad(skip_bad) {
-        for (const std::string& word : words) {
+        for (const std::string& word : words)
             if (word == "-") add_stdin();
             else if (is_folder(word)) add_folder(word);
             else if (file_exists(word) || word.find_first_of("*?[") == std::string::npos) add_file(word, true);
             else add_pattern(word);
-        }
     }
     // 0 where it is not known.
     uint64_t bytes() const {
@@ -213,8 +214,7 @@ class TextInputs {
     void add_stdin() {
         for (const TextInput& file : files)
             if (file.is_stdin) fail_usage("--in names stdin twice, which can be read once");
-        files.emplace_back();
-        files.back().is_stdin = true;
+        files.push_back({"", true});
     }
     // A text that is compressed is no file to be passed over in silence.
     void add_file(const std::string& path, bool was_named) {

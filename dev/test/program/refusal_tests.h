@@ -234,7 +234,7 @@ TEST(refusals_of_bad_input_of_tokenize) {
     scene.write("open.jsonl", "{\"text\": \"one\"");
     scene.write("utf16.txt", std::string("\xFF\xFEw\0", 4));
     scene.write("utf16.jsonl", std::string("\xFE\xFF\0{", 4));
-    scene.write("utf32.txt", std::string("\xFF\xFE\0\0w\0\0\0", 8));
+    scene.write("utf32.txt", std::string("w\0\0\0o\0\0\0", 8));
     scene.write("little.txt", std::string("w\0o\0r\0d\0s\0", 10));
     scene.write("big.txt", std::string("\0w\0o\0r\0d\0s", 10));
     const std::string tokenize = "tokenize --tokenizer bytes --threads 1 --out @/shards --in ";
