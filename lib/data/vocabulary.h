@@ -313,7 +313,7 @@ constexpr const char* VOCABULARY_PAIRS[][2] = {{"vocab.bpe", "encoder.json"}, {"
 constexpr const char* TOKENIZER_JSON = "tokenizer.json";
 
 constexpr const char* MEND_END_OF_TEXT =
-    "learn it with ./train_nsa vocabulary, or without special tokens and add this one afterwards";
+    "learn it with ./train_nsa vocabulary, or without special tokens, add this one and save all as tokenizer.json";
 
 // Trainers that give ids to special tokens first, as Hugging Face's do, give end-of-text the id 0.
 inline void require_last_token(const std::string& path, int64_t id, int64_t tokens) {

@@ -202,12 +202,10 @@ inline void read_hf_config(Config& c, const std::string& folder) {
 inline std::unique_ptr<Tokenizer> read_hf_vocabulary(const Config& c, const std::string& folder) {
     if (c.tokenizer == "bytes" || !holds_vocabulary(folder)) return nullptr;
     auto found = std::make_unique<Tokenizer>(Tokenizer::gpt2(folder));
-    require_embedding_of(folder + "/config.json", c.vocab_size, found->vocab_size());
     if (c.vocab_digest && c.vocab_digest != found->digest())
-        fail(
-            "%s holds other tokens (digest %08x) than the model's vocabulary (%08x), though as many: put back the one "
-            "of the export",
-            found->source.c_str(), found->digest(), c.vocab_digest);
+        fail("%s holds other tokens (digest %08x) than the model's vocabulary (%08x): put back the one of the export",
+             found->source.c_str(), found->digest(), c.vocab_digest);
+    require_embedding_of(folder + "/config.json", c.vocab_size, found->vocab_size());
     return found;
 }
 
