@@ -1,8 +1,11 @@
 #!/usr/bin/env bash
-# Does a test notice? The files dev/test/mutants/ROOM.txt hold faults of a line or a few, each with its name and the tests
-# that must then fail, before its patch:
+# Does a test notice? The files dev/test/mutants/ROOM.txt hold faults of a line or a few, each with its name, the tests
+# that must then fail, its file, and the lines in which the fault differs:
 #     mutant: NAME
 #     tests: WORD... --only TEST
+#     file: PATH
+#     -a line as it is, which stands there once; where it does not, with lines around it, each behind a space
+#     +the line with the fault
 # The words are headers of dev/test, which become a program of their own, so that it compiles in seconds; those of cuda/
 # run in the emulator, for heads of 64 alone, or with the word 128 for heads of 128. The word train_nsa: the tests start
 # ./train_nsa, which is built too.
@@ -17,13 +20,12 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 faults=$work/faults names=("$@")
 mkdir "$faults"
-awk -v to="$faults" '/^mutant: /{name = $2; next} !/^$/{print >(to "/" name ".patch")}' dev/test/mutants/*.txt
+awk -v to="$faults" '/^mutant: /{name = $2; next} !/^$/{print >(to "/" name)}' dev/test/mutants/*.txt
 if [ "${1:-}" = --sample ]; then
-    mapfile -t names < <(cd "$faults" && printf '%s\n' *.patch | shuf -n "${2:?--sample N: how many}")
+    mapfile -t names < <(cd "$faults" && printf '%s\n' * | shuf -n "${2:?--sample N: how many}")
 elif [ $# = 0 ]; then
-    mapfile -t names < <(cd "$faults" && printf '%s\n' *.patch)
+    mapfile -t names < <(cd "$faults" && printf '%s\n' *)
 fi
-names=("${names[@]%.patch}")
 mkdir "$work/tree" "$work/sound"
 git ls-files -z | tar --null --files-from=- --create --ignore-failed-read 2>"$work/log" | tar --extract -C "$work/tree"
 cd "$work/tree" || exit 1
@@ -61,13 +63,28 @@ said() {
     { echo "the test died"; grep -avE '^(ok|FAIL) |: worst error|^[0-9]+ passed|mutants.sh: line|^$' "$work/log"; } |
         tail -1 | sed -E 's/^ +//; s/^cuda_on_cpu: (kernel .*), block .* seed [0-9]+: /\1: /; s,dev/test/(\w*/)?\.\./\.\./,,g' | cut -c1-150
 }
+# The file with the fault. Its lines must stand there once: then nobody needs their numbers.
+plant() { # FAULT FILE
+    awk 'NR == FNR {
+             if (FNR > 2 && !/^\+/) right = right substr($0, 2) "\n"
+             if (FNR > 2 && !/^-/) wrong = wrong substr($0, 2) "\n"
+             next
+         }
+         { text = text "\n" $0 }
+         END {
+             text = text "\n"
+             at = index(text, "\n" right)
+             if (!at || index(substr(text, at + 1), "\n" right)) exit 1
+             printf "%s", substr(text, 2, at - 1) wrong substr(text, at + 1 + length(right))
+         }' "$1" "$2"
+}
 run_tests() { timeout 600 "$2" --only "${1##*--only }"; } # WORDS PROGRAM
 
 # What is right must pass, else a failure with a fault says nothing.
 declare -A sound
 for name in "${names[@]}"; do
-    [ -f "$faults/$name.patch" ] || { bad "$name: there is none in dev/test/mutants"; continue; }
-    tests=$(sed -n '1s/^tests: //p' "$faults/$name.patch") program=
+    [ -f "$faults/$name" ] || { bad "$name: there is none in dev/test/mutants"; continue; }
+    tests=$(sed -n '1s/^tests: //p' "$faults/$name") program=
     [ -n "$tests" ] || { bad "$name: the line behind its name is no 'tests: HEADER... --only TEST'"; continue; }
     [ -z "${sound[$tests]:-}" ] || continue
     program=$work/sound/$(program_of "$tests")
@@ -82,20 +99,21 @@ for name in "${names[@]}"; do
 done
 
 for name in "${names[@]}"; do
-    patch=$faults/$name.patch
-    tests=$(sed -n '1s/^tests: //p' "$patch" 2>/dev/null)
+    fault=$faults/$name
+    tests=$(sed -n '1s/^tests: //p' "$fault" 2>/dev/null)
+    file=$(sed -n '2s/^file: //p' "$fault" 2>/dev/null)
     [ "${sound[${tests:-none}]:-no}" = yes ] || continue
-    if ! git apply -C1 "$patch" >"$work/log" 2>&1; then
-        cat "$work/log"
-        bad "$name: the patch does not apply"
+    cp "$file" "$work/right" && plant "$fault" "$work/right" >"$file" || {
+        bad "$name: its lines do not stand in '$file' exactly once"
+        cp "$work/right" "$file"
         continue
-    fi
+    }
     if ! build "$tests" "$work/planted" >"$work/log" 2>&1; then
         head -5 "$work/log"
         bad "$name does not compile"
     elif run_tests "$tests" "$work/planted" >"$work/log" 2>&1; then bad "$name: no test of '$tests' notices"
     else good "$name: $(said)"; fi
-    git apply -C1 -R "$patch" || { bad "$name cannot be taken back"; break; }
+    cp "$work/right" "$file"
 done
 echo "$passed passed, $failed failed"
 [ "$failed" = 0 ]
