@@ -28,7 +28,6 @@ $(BUILD)/test_device.o: dev/test/tests.cu $(BUILD)/command
 
 # ---- The emulator: tests that execute CUDA kernels on the CPU, in the plain and in the CHECK build of cuda_on_cpu.h:
 # of the emulator itself, and of the CUDA engine (cuda_tests: every kernel, every operation, whole training steps).
-RACE_PROGRAMS ?= 1000  # random programs that the race detector is tried on
 EMULATOR := $(CXX) -std=c++17 -g -Idev/emulator -DUSE_CUDA -DUSE_NCCL -Wall -Wextra -Wno-unknown-pragmas \
   -fstack-clash-protection -pthread $(if $(WERROR),-Werror)
 # The CHECK build: compiled for the thread sanitizer but linked without it, since cuda_on_cpu_check.h has the functions
@@ -36,16 +35,14 @@ EMULATOR := $(CXX) -std=c++17 -g -Idev/emulator -DUSE_CUDA -DUSE_NCCL -Wall -Wex
 # -O1: by -O2 attention takes 0.7 of the time, but the whole of cuda_tests over seven minutes to compile.
 EMULATOR_CHECK := -O1 -fsanitize=thread,undefined -fno-sanitize-recover=undefined
 EMULATOR_PLAIN_PROGRAMS := $(addprefix $(BUILD)/,emulator_tests planted_faults cuda_tests)
-EMULATOR_CHECK_PROGRAMS := $(addprefix $(BUILD)/,emulator_tests_check planted_faults_check race_fuzz_check \
-  cuda_tests_check)
+EMULATOR_CHECK_PROGRAMS := $(addprefix $(BUILD)/,emulator_tests_check planted_faults_check cuda_tests_check)
 # GPUs of compute capability 8.0 and 12.0, which have other tile shapes: the attention kernels alone.
 EMULATOR_OTHER_GPUS := $(BUILD)/attention_tests_80 $(BUILD)/attention_tests_120
 EMULATOR_PROGRAMS := $(EMULATOR_PLAIN_PROGRAMS) $(EMULATOR_CHECK_PROGRAMS) $(EMULATOR_OTHER_GPUS)
 SHORT_EMULATOR_PROGRAMS := $(EMULATOR_PLAIN_PROGRAMS) $(BUILD)/emulator_tests_check
 # Programs with their arguments, each one word of dev/run_tests.sh; without cuda_tests, which takes longest.
 SHORT_EMULATOR_TESTS := $(BUILD)/emulator_tests $(BUILD)/emulator_tests_check '$(BUILD)/planted_faults 4'
-LONG_EMULATOR_TESTS := $(EMULATOR_OTHER_GPUS:%='% --only attention_kernels_head') '$(BUILD)/planted_faults_check 2' \
-  '$(BUILD)/race_fuzz_check $(strip $(RACE_PROGRAMS))'
+LONG_EMULATOR_TESTS := $(EMULATOR_OTHER_GPUS:%='% --only attention_kernels_head') '$(BUILD)/planted_faults_check 2'
 EMULATED := $(if $(HAVE_MPI),$(BUILD)/train_nsa_emulated)
 DEVICE := $(if $(GPU_FOUND),$(BUILD)/test_device)
 
