@@ -94,19 +94,6 @@ std::vector<ReportRow> list_numbers(const std::vector<RunHistory>& runs, double 
 // ---------------------------------------------------------------------------------------------------------------------
 // The page: what stands here as JSON, its script draws.
 
-// The items as JSON, in a list or, if they begin with their names, in an object.
-static std::string list_json(const std::vector<std::string>& items, const char* brackets = "[]") {
-    std::string text;
-    for (const std::string& item : items) text += (text.empty() ? "" : ",") + item;
-    return brackets[0] + text + brackets[1];
-}
-
-static std::string strings_json(const std::vector<std::string>& texts) {
-    std::vector<std::string> quoted;
-    for (const std::string& text : texts) quoted.push_back(json_quote(text));
-    return list_json(quoted);
-}
-
 LogSeries thin_out(const LogSeries& series) {
     const size_t neighbours = (series.size() + 599) / 600;
     if (neighbours <= 1) return series;
@@ -127,12 +114,12 @@ LogSeries thin_out(const LogSeries& series) {
     return kept;
 }
 
-static std::string series_json(const LogSeries& series) {
-    std::vector<std::string> points;
+static Json series_json(const LogSeries& series) {
+    Json points(Json::Array);
     for (const LogPoint& p : thin_out(series))
-        points.push_back(format_text("[%.0f,%.0f,%.6g,", p.step, p.tokens, p.hours) + Json(p.value, "%.7g").to_text() +
-                         "]");
-    return list_json(points);
+        points.items.push_back(
+            Json::list(std::vector<Json>{{p.step, "%.0f"}, {p.tokens, "%.0f"}, {p.hours, "%.6g"}, {p.value, "%.7g"}}));
+    return points;
 }
 
 // The mean over the layers that have this number; the points are those of the layer with the fewest.
@@ -154,7 +141,7 @@ static LogSeries mean_over_layers(const RunHistory& run, const std::string& name
 }
 
 // Of several runs the numbers of a layer are drawn as their mean.
-static std::string numbers_json(const RunHistory& run, bool alone) {
+static Json numbers_json(const RunHistory& run, bool alone) {
     std::map<std::string, LogSeries> numbers;
     for (const auto& [name, series] : run.numbers) {
         const size_t end = name.find("/layer_");
@@ -162,36 +149,39 @@ static std::string numbers_json(const RunHistory& run, bool alone) {
         else if (!numbers.count(name.substr(0, end)))
             numbers[name.substr(0, end)] = mean_over_layers(run, name.substr(0, end));
     }
-    std::vector<std::string> fields;
-    for (const auto& [name, series] : numbers) fields.push_back(json_quote(name) + ":" + series_json(series));
-    return list_json(fields, "{}");
+    Json all(Json::Object);
+    for (const auto& [name, series] : numbers) all.add(name, series_json(series));
+    return all;
 }
 
-static std::string start_json(const LogStart& start) {
-    const auto fact = [&](const char* name) {
+static Json start_json(const LogStart& start) {
+    Json all = {{"step", {start.at.step, "%.0f"}},
+                {"tokens", {start.at.tokens, "%.0f"}},
+                {"time", utc_text(TIME_FORMAT, start.time)}};
+    for (const char* name : {"version", "ranks", "device"}) {
         const Json* const x = start.facts.find(name);
-        if (!x) return std::string("unknown");
-        return x->kind == Json::Number ? format_text("%.10g", x->number_value) : x->text;
-    };
-    std::string text = format_text("{\"step\":%.0f,\"tokens\":%.0f,\"time\":%s", start.at.step, start.at.tokens,
-                                   json_quote(utc_text(TIME_FORMAT, start.time)).c_str());
-    for (const char* name : {"version", "ranks", "device"})
-        text += std::string(",\"") + name + "\":" + json_quote(fact(name));
-    return text + "}";
+        const bool is_number = x && x->kind == Json::Number;
+        all.add(name, is_number ? format_text("%.10g", x->number_value) : x ? x->text : "unknown");
+    }
+    return all;
 }
 
 static std::string run_json(const RunHistory& run, const std::vector<std::string>& values, bool alone) {
-    std::vector<std::string> options, starts, skipped;
-    for (const auto& [name, value] : run.options) options.push_back(json_quote(name) + ":" + json_quote(value));
-    for (const LogStart& start : run.starts) starts.push_back(start_json(start));
-    for (const LogPoint& p : run.skipped) skipped.push_back(format_text("[%.0f,%.0f]", p.step, p.tokens));
-    const bool reads_gpt2 = run.option("tokenizer") == "gpt2" && run.fact("vocab_size") == GPT2_VOCABULARY;
-    return "{\"folder\":" + json_quote(run.folder) + ",\"values\":" + strings_json(values) +
-           ",\"options\":" + list_json(options, "{}") + ",\"starts\":" + list_json(starts) +
-           ",\"skipped\":" + list_json(skipped) +
-           format_text(",\"hours\":%.6g,\"layers\":%zu,\"gpt2\":%s,\"sample_step\":%lld,\"sample\":", run.hours,
-                       run.layers(), reads_gpt2 ? "true" : "false", (long long)run.sample_step) +
-           json_quote(run.sample) + ",\n\"numbers\":" + numbers_json(run, alone) + "}";
+    Json options(Json::Object), starts(Json::Array), skipped(Json::Array);
+    for (const auto& [name, value] : run.options) options.add(name, value);
+    for (const LogStart& start : run.starts) starts.items.push_back(start_json(start));
+    for (const LogPoint& p : run.skipped) skipped.items.push_back(Json::numbers({p.step, p.tokens}, "%.0f"));
+    Json all = {{"folder", run.folder},
+                {"values", Json::list(values)},
+                {"options", options},
+                {"starts", starts},
+                {"skipped", skipped},
+                {"hours", {run.hours, "%.6g"}},
+                {"layers", run.layers()},
+                {"gpt2", run.option("tokenizer") == "gpt2" && run.fact("vocab_size") == GPT2_VOCABULARY},
+                {"sample_step", run.sample_step},
+                {"sample", run.sample}};
+    return all.add("numbers", numbers_json(run, alone)).to_text(Json::COMPACT);
 }
 
 static std::string describe_runs(const std::vector<RunHistory>& runs, double now) {
@@ -221,9 +211,11 @@ std::string make_report_page(const std::vector<RunHistory>& runs, double now) {
     std::string page(file_report_page, file_report_page_end);
     const std::string refresh = "<meta http-equiv=\"refresh\" content=\"30\">\n";
     if (done) page.erase(page.find(refresh), refresh.size());
-    return fill_page(page, "{\"about\":" + json_quote(describe_runs(runs, now)) + ",\"names\":" + strings_json(names) +
-                               ",\"sets\":" + strings_json({sets.begin(), sets.end()}) +
-                               ",\"runs\":" + list_json(of_runs) + "}\n");
+    const Json head = {{"about", describe_runs(runs, now)}, {"names", Json::list(names)}, {"sets", Json::list(sets)}};
+    // Each run is written as it is read: as values the numbers of many runs would take much memory.
+    std::string json = head.to_text(Json::COMPACT);
+    json.replace(json.size() - 1, 1, ",\"runs\":[" + joined_words(of_runs, ",\n") + "]}\n");
+    return fill_page(page, json);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
