@@ -1,13 +1,9 @@
-// bench_cpu.cpp: how fast the CPU engine is, beside what this machine's GEMM reaches in the same run. `make bench`
-// builds it, dev/bench/cpu.sh runs it.
+// bench_cpu.cpp: how fast the CPU engine is. `make bench` builds it, dev/bench/cpu.sh runs it.
 //   bench_cpu conditions                          processor, compiler, load
-//   bench_cpu gemm [options of train]             the products of a step, in fp32 and bf16
-//   bench_cpu attention                           the three branches, forward and backward, T = 2k .. 32k
 //   bench_cpu decode [options of train]           one decoded token behind 1k .. 64k others, NSA beside full attention
 //   bench_cpu full [options of train]             a layer's training step, NSA beside full attention
 //   bench_cpu step [options of train]             a training step, operation by operation, as tests --perf has it
 //   bench_cpu rate NAME STEPS [options of train]  whole training steps, one line "rate NAME tokens/s" each
-//   bench_cpu tokenize FILE VOCAB_DIR             the encoder on one thread, "rate tokenize-ours MB/s"
 // Numbers are medians of repeated measurements, and contenders take turns. The last line of a mode says how much of the
 // machine others used meanwhile.
 #define NSA_WITHOUT_MAIN
@@ -49,19 +45,6 @@ static double seconds_of(F operation) {
     operation();
     return seconds_now() - begin;
 }
-// The medians of several operations, which take turns.
-static std::vector<double> alternate(int repetitions, const std::vector<std::function<void()>>& operations) {
-    std::vector<std::vector<double>> seconds(operations.size());
-    for (int i = -1; i < repetitions; i++)  // the first round warms up
-        for (size_t k = 0; k < operations.size(); k++) {
-            const double s = seconds_of(operations[k]);
-            if (i >= 0) seconds[k].push_back(s);
-        }
-    std::vector<double> medians;
-    for (const auto& s : seconds) medians.push_back(median(s));
-    return medians;
-}
-
 static std::vector<float> random_floats(size_t count) {
     std::vector<float> x(count);
 #pragma omp parallel for schedule(static)
@@ -81,115 +64,6 @@ static void print_conditions() {
     if (!HAVE_BF16) std::printf("# no bf16 dot products here: what is measured in bf16 elsewhere is left out\n");
     std::printf("# built by g++ %s, %d threads\n", __VERSION__, omp_get_max_threads());
     std::printf("# load averages now: %.2f %.2f %.2f\n", load[0], load[1], load[2]);
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// The products of a step's linear layers; the head is computed in chunks of rows.
-static void bench_gemm(const Config& c) {
-    const NsaShape shape = shape_of(c, c.batch, c.seq_len);
-    const int N = shape.B * shape.T, HD = shape.H * shape.D, rows = std::min(N, 1024),
-              Vp = int(TensorTable(c).padded_vocab);
-    const struct {
-        const char* name;
-        int rows, in, out, calls;
-    } layers[] = {{"projection", N, int(c.dim), shape.projected(), int(c.layers)},
-                  {"o_proj", N, HD, int(c.dim), int(c.layers)},
-                  {"fc1", N, int(c.dim), int(c.mlp_hidden), int(c.layers)},
-                  {"fc2", N, int(c.mlp_hidden), int(c.dim), int(c.layers)},
-                  {"head", rows, int(c.dim), Vp, N / rows}};
-    size_t most = 0;
-    for (const auto& l : layers)
-        for (const size_t size : {size_t(l.rows) * l.in, size_t(l.rows) * l.out, size_t(l.in) * l.out})
-            most = std::max(most, size);
-    const std::vector<float> A = random_floats(most), B = random_floats(most);
-    std::vector<float> C(most);
-    Gemm<float> fp32, bf16;
-    bf16.bf16 = true;
-    std::printf("GFLOP/s                   fp32   bf16   (with the rounding of the inputs)\n");
-    double flops = 0, seconds[2] = {};
-    for (const auto& l : layers)
-        for (const char* const pass : {"forward", "inputs", "weights"}) {
-            const auto multiply = [&](Gemm<float>& gemm) {
-                if (*pass == 'f')
-                    gemm.nt({l.rows, l.out, l.in}, A.data(), l.in, B.data(), l.in, false, C.data(), l.out);
-                if (*pass == 'i')
-                    gemm.nn({l.rows, l.in, l.out}, A.data(), l.out, B.data(), l.in, false, C.data(), l.in);
-                if (*pass == 'w') gemm.tn({l.out, l.in, l.rows}, A.data(), l.out, B.data(), l.in, true, C.data(), l.in);
-            };
-            const double work = 2.0 * l.rows * l.in * l.out;
-            std::vector<std::function<void()>> contenders = {[&] { multiply(fp32); }};
-            if (HAVE_BF16) contenders.push_back([&] { multiply(bf16); });
-            const std::vector<double> s = alternate(work > 1e10 ? 5 : 15, contenders);
-            flops += work * l.calls;
-            std::printf("%-10s %-8s ", l.name, pass);
-            for (size_t i = 0; i < s.size(); i++) {
-                seconds[i] += s[i] * l.calls;
-                std::printf(" %6.0f", 1e-9 * work / s[i]);
-            }
-            std::printf("\n");
-            std::fflush(stdout);
-        }
-    std::printf("all of a step       ");
-    for (int i = 0; i < 1 + HAVE_BF16; i++) std::printf(" %6.0f", 1e-9 * flops / seconds[i]);
-    std::printf("\n");
-}
-
-// One product of a step, as the yardstick.
-struct GemmRate {
-    static constexpr int M = 2048, N = 3072, K = 768;
-    std::vector<float> a = random_floats(size_t(M) * K), b = random_floats(size_t(N) * K),
-                       c = std::vector<float>(size_t(M) * N);
-    Gemm<float> gemm;
-    void run() { gemm.nt({M, N, K}, a.data(), K, b.data(), K, false, c.data(), N); }
-    static double rate(double seconds) { return 2.0 * M * N * K / seconds; }
-};
-
-// ---------------------------------------------------------------------------------------------------------------------
-static void bench_attention(const Config& c, bool bf16) {
-    std::printf(
-        "useful FLOPs: 4 D a key and query head forward, 8 D backward; ns per key: time of a query over all heads, "
-        "divided by its keys\n");
-    std::printf("%-6s %-11s %10s | %14s %12s %11s | %14s %12s %11s\n", "T", "branch", "keys/query", "fwd GFLOP/s",
-                "of GEMM", "ns per key", "bwd GFLOP/s", "of GEMM", "ns per key");
-    GemmRate reference;
-    Cpu<float> cpu;
-    cpu.gemm.bf16 = reference.gemm.bf16 = bf16;
-    for (const int T : {2048, 4096, 8192, 16384, 32768}) {
-        const NsaShape s = shape_of(c, 1, T);
-        const size_t rows = s.query_rows(), keys = s.key_rows() * s.D;
-        const std::vector<float> q = random_floats(rows * s.D), k = random_floats(keys), v = random_floats(keys),
-                                 dout = random_floats(rows * s.D);
-        std::vector<float> out(rows * s.D), lse(rows), dot(rows, 0.1f), dq(rows * s.D), dk(keys), dv(keys);
-        std::vector<uint32_t> selection(size_t(s.B) * s.G * s.T * s.selection_words());
-        cpu.attend_and_select(out.data(), lse.data(), selection.data(), nullptr, q.data(), k.data(), v.data(), s);
-        auto print = [&](const char* name, double pairs, double gemm, const double seconds[2]) {
-            std::printf("%-6d %-11s %10.1f |", T, name, pairs / double(rows));
-            for (const int backward : {0, 1}) {
-                const double rate = (backward ? 8 : 4) * pairs * s.D / seconds[backward];
-                std::printf(" %14.1f %11.0f%% %11.2f %s", rate * 1e-9, 100 * rate / gemm,
-                            seconds[backward] * 1e9 / pairs * s.H, backward ? "\n" : "|");
-            }
-            std::fflush(stdout);
-        };
-        double all_pairs = 0, all_gemm = 0, all_seconds[2] = {0, 0};
-        for (const Branch branch : {CMP, SLC, WIN}) {
-            auto forward_pass = [&] {
-                cpu.attention_forward(branch, out.data(), lse.data(), q.data(), k.data(), v.data(), selection.data(),
-                                      s);
-            };
-            auto backward_pass = [&] {
-                cpu.attention_backward(
-                    branch, {dq.data(), branch != WIN, dk.data(), dv.data(), dout.data(), dot.data(), lse.data()},
-                    {q.data(), k.data(), v.data(), selection.data()}, s);
-            };
-            const std::vector<double> seconds =
-                alternate(T <= 8192 ? 5 : 3, {[&] { reference.run(); }, forward_pass, backward_pass});
-            const double pairs = attention_pairs(branch, s), gemm = GemmRate::rate(seconds[0]);
-            print(Timed<Cpu<float>>::branch_name(branch), pairs, gemm, &seconds[1]);
-            all_pairs += pairs, all_gemm += gemm / 3, all_seconds[0] += seconds[1], all_seconds[1] += seconds[2];
-        }
-        print("all three", all_pairs, all_gemm, all_seconds);
-    }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -385,54 +259,32 @@ static void bench_full(Config c, bool bf16) {
     std::fflush(stdout);
 }
 
-static void bench_tokenize(const std::string& file, const std::string& vocab_dir) {
-    const Tokenizer tokenizer = Tokenizer::gpt2(vocab_dir);
-    std::ifstream in(file, std::ios::binary);
-    const std::string text((std::istreambuf_iterator<char>(in)), std::istreambuf_iterator<char>());
-    if (text.empty()) fail("%s is empty or cannot be read", file.c_str());
-    size_t tokens = 0;
-    std::vector<double> seconds;
-    for (int i = 0; i < 6; i++) {
-        const double s = seconds_of([&] { tokens = tokenizer.encode(text).size(); });
-        if (i > 0) seconds.push_back(s), std::printf("rate tokenize-ours %.1f\n", double(text.size()) * 1e-6 / s);
-    }
-    std::printf("# %.1f MB, %zu tokens, one thread\n", double(text.size()) * 1e-6, tokens);
-}
-
 static int run(int argc, char** argv) {
     const std::string mode = argc > 1 ? argv[1] : "";
     const int own = mode == "rate" ? 4 : 2;
-    if (!is_choice(mode, "conditions|gemm|attention|decode|full|step|rate|tokenize"))
-        fail_usage("bench_cpu: mode '%s'; expected conditions, gemm, attention, decode, full, step, rate or tokenize",
-                   mode.c_str());
+    if (!is_choice(mode, "conditions|decode|full|step|rate"))
+        fail_usage("bench_cpu: mode '%s'; expected conditions, decode, full, step or rate", mode.c_str());
     const LoadOfOthers load;
-    if (mode == "tokenize") {
-        if (argc != 4) fail_usage("bench_cpu tokenize FILE VOCAB_DIR");
-        bench_tokenize(argv[2], argv[3]);
-    } else {
-        if (mode == "rate" && argc < 4) fail_usage("bench_cpu rate NAME STEPS [options of train]");
-        std::vector<const char*> options = {"train_nsa"};
-        for (int i = own; i < argc; i++) options.push_back(argv[i]);
-        Config c = parse_options(int(options.size()), options.data());
-        if (!c.is_given("model")) c.model = "125m";
-        if (mode == "full") {
-            overlay(c, option_named("layers"), "1", Source::CONFIG_FILE);
-            overlay(c, option_named("tokenizer"), "bytes", Source::CONFIG_FILE);
-        }
-        apply_preset(c);
-        validate_model(c, "options");
-        c.device = "cpu";
-        if (!c.is_given("batch")) c.batch = 1;
-        World world;
-        const Device device = choose_device(c, world, search_gpus());
-        if (mode == "conditions") print_conditions();
-        if (mode == "gemm") bench_gemm(c);
-        if (mode == "attention") bench_attention(c, device.cpu_bf16);
-        if (mode == "decode") bench_decode(c, device.cpu_bf16);
-        if (mode == "full") bench_full(c, device.cpu_bf16);
-        if (mode == "step") bench_step(c, device.cpu_bf16, 3);
-        if (mode == "rate") bench_rate(c, device.cpu_bf16, argv[2], std::atoi(argv[3]));
+    if (mode == "rate" && argc < 4) fail_usage("bench_cpu rate NAME STEPS [options of train]");
+    std::vector<const char*> options = {"train_nsa"};
+    for (int i = own; i < argc; i++) options.push_back(argv[i]);
+    Config c = parse_options(int(options.size()), options.data());
+    if (!c.is_given("model")) c.model = "125m";
+    if (mode == "full") {
+        overlay(c, option_named("layers"), "1", Source::CONFIG_FILE);
+        overlay(c, option_named("tokenizer"), "bytes", Source::CONFIG_FILE);
     }
+    apply_preset(c);
+    validate_model(c, "options");
+    c.device = "cpu";
+    if (!c.is_given("batch")) c.batch = 1;
+    World world;
+    const Device device = choose_device(c, world, search_gpus());
+    if (mode == "conditions") print_conditions();
+    if (mode == "decode") bench_decode(c, device.cpu_bf16);
+    if (mode == "full") bench_full(c, device.cpu_bf16);
+    if (mode == "step") bench_step(c, device.cpu_bf16, 3);
+    if (mode == "rate") bench_rate(c, device.cpu_bf16, argv[2], std::atoi(argv[3]));
     if (mode != "conditions") std::printf("%s\n", load.text().c_str());
     return 0;
 }

@@ -1,11 +1,9 @@
 #!/usr/bin/env bash
 # Times the CPU engine on this machine, and beside it those of its competitors that are installed: make bench, or
-#   dev/bench/cpu.sh build/bench_cpu [--python PYTHON] [--rounds N] [--ranks ./train_nsa] [--text FILE --vocab-dir DIR]
-#                    [--llmc FOLDER] [--longest T]
+#   dev/bench/cpu.sh build/bench_cpu [--python PYTHON] [--rounds N] [--ranks ./train_nsa] [--llmc FOLDER] [--longest T]
 #   --python    an interpreter that imports torch (default: python3, if it does); without one PyTorch is left out
 #   --rounds    how often the contenders take turns (default 2); a turn is two steps of warm-up and three that count
 #   --ranks     the program; two ranks of one thread then take turns with one rank of two threads under mpirun
-#   --text, --vocab-dir   an English text and GPT-2's vocabulary, for the tokenizer, and for tiktoken if PYTHON has it
 #   --longest   of NSA beside full attention, from 1024 tokens on (default 65536, where a step of full attention takes
 #               minutes)
 #   --llmc      a checkout of llm.c whose CPU trainer and starter files are ready (./train_gpt2, gpt2_124M.bin)
@@ -16,15 +14,13 @@ case ${1:-} in -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 0 ;; es
 bench=$1
 shift
 here=$(cd "$(dirname "$0")" && pwd)
-python=python3 rounds=2 ranks='' text='' vocab='' llmc='' longest=65536
+python=python3 rounds=2 ranks='' llmc='' longest=65536
 while [ $# -gt 0 ]; do
     [ $# -gt 1 ] || { echo "cpu.sh: $1 needs a value (--help says more)" >&2; exit 2; }
     case $1 in
         --python) python=$2 ;;
         --rounds) rounds=$2 ;;
         --ranks) ranks=$(realpath "$2") ;;
-        --text) text=$2 ;;
-        --vocab-dir) vocab=$2 ;;
         --llmc) llmc=$2 ;;
         --longest) longest=$2 ;;
         *) echo "cpu.sh: unknown option $1 (--help lists them)" >&2; exit 2 ;;
@@ -57,10 +53,6 @@ date -u '+# %Y-%m-%d %H:%M UTC'
 "$bench" conditions | tee -a "$rates"
 dtypes='fp32 bf16'
 grep -q '^# no bf16' "$rates" && dtypes=fp32
-echo; echo "== GEMM"
-"$bench" gemm
-echo; echo "== attention of one layer of 125m"
-"$bench" attention
 echo; echo "== decoding"
 "$bench" decode
 for dtype in $dtypes; do
@@ -144,11 +136,4 @@ if [ -n "$ranks" ]; then
     awk -v two="$(median ranks-2x1)" -v one="$(median ranks-1x2)" 'BEGIN {
         printf "2 ranks x 1 thread: %.2f of 1 rank x 2 threads\n", two / one
     }'
-fi
-
-if [ -n "$text" ] && [ -n "$vocab" ]; then
-    echo; echo "== tokenizer, GPT-2's vocabulary, one thread"
-    contend "$bench" tokenize "$text" "$vocab"
-    contend "$python" "$here/torch_cpu.py" tiktoken "$text" "$vocab" || echo "# $python cannot run it"
-    echo "ours: $(median tokenize-ours) MB/s; tiktoken: $(median tokenize-tiktoken) MB/s"
 fi

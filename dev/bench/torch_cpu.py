@@ -1,16 +1,14 @@
 #!/usr/bin/env python3
-"""torch_cpu.py: what dev/bench/cpu.sh times beside the CPU engine, in PyTorch and tiktoken.
+"""torch_cpu.py: what dev/bench/cpu.sh times beside the CPU engine, in PyTorch.
 
     torch_cpu.py nsa [OPTION...]          training steps of our model as one would write it without custom kernels:
                                           dense attention under masks, in chunks of queries
     torch_cpu.py gpt2 [OPTION...]         training steps of a dense GPT-2, with PyTorch's fused attention
     torch_cpu.py sdpa --seq-len T         that attention alone at the shape of a layer of 125m: 12 heads of 64, with 12
                                           heads of keys and values, as GPT-2 has, and with our 2
-    torch_cpu.py tiktoken TEXT VOCAB_DIR  tiktoken's GPT-2 encoder on one thread, with the vocabulary files there
 
-A step is forward, backward, clipping and AdamW. Each step, or pass of the encoder, prints "rate NAME VALUE", in
-tokens/s or MB/s, and conditions stand in a last line. Attention alone prints microseconds a token, medians. To compare
-values use dev/reference.py.
+A step is forward, backward, clipping and AdamW. Each step prints "rate NAME VALUE", in tokens/s, and conditions stand
+in a last line. Attention alone prints microseconds a token, medians. To compare values use dev/reference.py.
 """
 import argparse
 import collections
@@ -245,24 +243,6 @@ def time_attention(a):
               f" {a.dtype}: forward {forward:.1f}, backward {backward:.1f} us a token", flush=True)
 
 
-def time_tiktoken(a):
-    with needs("tiktoken"):
-        import tiktoken
-        from tiktoken.load import data_gym_to_mergeable_bpe_ranks
-    with open(a.text, encoding="utf-8", errors="replace") as file:
-        text = file.read()
-    ranks = data_gym_to_mergeable_bpe_ranks(f"{a.vocab_dir}/vocab.bpe", f"{a.vocab_dir}/encoder.json")
-    pattern = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-    encoding = tiktoken.Encoding("gpt2", pat_str=pattern, mergeable_ranks=ranks,
-                                 special_tokens={"<|endoftext|>": 50256})
-    for i in range(6):
-        begin = time.perf_counter()
-        encoding.encode_ordinary(text)
-        if i > 0:
-            print(f"rate tokenize-tiktoken {len(text.encode()) * 1e-6 / (time.perf_counter() - begin):.1f}", flush=True)
-    print(f"# tiktoken {tiktoken.__version__}")
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_subparsers(dest="what", required=True)
@@ -280,10 +260,6 @@ def main():
         one.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
         for size in ("layers", "dim", "heads"):
             one.add_argument(f"--{size}", type=int, help="another number than the preset's")
-    one = what.add_parser("tiktoken")
-    one.add_argument("text")
-    one.add_argument("vocab_dir")
-    one.set_defaults(do=time_tiktoken)
     a = parser.parse_args()
     a.do(a)
 
