@@ -398,6 +398,7 @@ struct JsonParser {
         } else if (c == '"') {
             value.kind = Json::String;
             value.text = parse_string();
+            value.keeps_bytes = has_bytes;
         } else if (c == '-' || (c >= '0' && c <= '9')) {
             parse_number(value);
         } else if (bytes.compare(at, 4, "null") == 0) {

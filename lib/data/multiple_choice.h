@@ -117,17 +117,21 @@ inline std::string choice_items_text(const ChoiceTask& task, const ChoiceResult&
     std::string text;
     for (size_t i = 0; i < task.items.size(); i++) {
         const ChoiceAnswer& answer = r.answers[i];
-        std::string losses, tokens, cut, cut_answers;
-        for (size_t e = 0; e < answer.losses.size(); e++) {
-            losses += format_text("%s%.9g", e ? ", " : "", answer.losses[e]);
-            const ChoiceRow& row = task.items[i].endings[e];
-            const auto add = [&](std::string& list, size_t n) { list += (e ? ", " : "") + std::to_string(n); };
-            add(tokens, row.answers()), add(cut, row.cut), add(cut_answers, row.cut_answers);
+        std::vector<size_t> tokens, cut, cut_answers;
+        for (const ChoiceRow& row : task.items[i].endings) {
+            tokens.push_back(row.answers());
+            cut.push_back(row.cut);
+            cut_answers.push_back(row.cut_answers);
         }
-        text += format_text("{\"item\": %zu, \"label\": %zu, \"by_loss\": %zu, \"by_loss_per_token\": %zu, ", i,
-                            task.items[i].label, answer.by_loss, answer.by_loss_per_token) +
-                "\"losses\": [" + losses + "], \"tokens\": [" + tokens + "], \"cut_tokens\": [" + cut +
-                "], \"cut_ending_tokens\": [" + cut_answers + "]}\n";
+        const Json line = {{"item", i},
+                           {"label", task.items[i].label},
+                           {"by_loss", answer.by_loss},
+                           {"by_loss_per_token", answer.by_loss_per_token},
+                           {"losses", Json::numbers(answer.losses, "%.9g")},
+                           {"tokens", Json::list(tokens)},
+                           {"cut_tokens", Json::list(cut)},
+                           {"cut_ending_tokens", Json::list(cut_answers)}};
+        text += line.to_text() + "\n";
     }
     return text;
 }

@@ -110,12 +110,6 @@ inline void append_synthetic_document(SyntheticCorpus& corpus, uint64_t seed, ui
 // The first `tokens` tokens of the documents first_document, first_document + 1 ...; the last one may be cut short.
 inline SyntheticCorpus synthetic_corpus(uint64_t seed, size_t tokens, uint64_t first_document = 0,
                                         const SyntheticOptions& options = {}) {
-    const int introduction = 30 * (1 + options.max_names);  // a sentence about somebody has fewer bytes
-    if (options.max_names < 1 || options.letters < 3 || options.min_distance < 1 ||
-        options.max_distance < options.min_distance || options.document_bytes < options.max_distance + introduction)
-        fail_usage(
-            "synthetic corpus: %d names of %d letters, distances %d..%d and documents of %d bytes do not fit together",
-            options.max_names, options.letters, options.min_distance, options.max_distance, options.document_bytes);
     SyntheticCorpus corpus;
     corpus.tokens.reserve(tokens + size_t(options.document_bytes));
     corpus.is_answer.reserve(tokens + size_t(options.document_bytes));

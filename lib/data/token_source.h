@@ -50,8 +50,6 @@ struct TokenSource {
 // A corpus in memory as a source; is_answer is empty or as long as tokens.
 inline TokenSource memory_source(std::string name, std::vector<uint16_t> tokens, std::vector<uint8_t> is_answer,
                                  int vocab_size) {
-    if (!is_answer.empty() && is_answer.size() != tokens.size())
-        fail("%s: %zu answer flags for %zu tokens", name.c_str(), is_answer.size(), tokens.size());
     TokenSource source;
     source.name = std::move(name);
     source.count = tokens.size();

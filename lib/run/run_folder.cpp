@@ -70,22 +70,14 @@ static std::string move_run_aside(const std::string& out, const std::vector<std:
                        has_checkpoint ? "; --resume would have continued it" : ", it has no checkpoint");
 }
 
-// The records of starts in a run.json, as they stand there.
-static std::string find_starts(const std::string& text, const std::string& path) {
-    const Json root = parse_own_json(text, path);
-    const Json* const list = root.find("starts");
-    if (!list || list->require(Json::Array, path + ": starts").items.empty()) return "";
-    if (root.keys.back() != "starts") fail("%s: starts is not its last key", path.c_str());
-    const size_t begin = size_t(list->items[0].offset), end = text.rfind(']');
-    return text.substr(begin, text.find_last_not_of(" \n", end - 1) + 1 - begin) + ",\n  ";
-}
-
 // run.json: the options, and a record of each start of the program on this run. earlier: the run.json up to now, or "".
 static std::string run_json_with_start(const std::string& options, const std::string& earlier, const std::string& path,
                                        const std::string& start) {
     std::string starts;
     try {
-        if (!earlier.empty()) starts = find_starts(earlier, path);
+        const Json root = earlier.empty() ? Json() : parse_own_json(earlier, path);
+        if (const Json* const list = root.find("starts"))
+            for (const Json& one : list->array(path + ": starts")) starts += one.to_text() + ",\n  ";
     } catch (const Error& e) {
         complain(format_text("%s; the records of earlier starts are lost", e.what()));
     }
