@@ -103,7 +103,7 @@ void prepare_run_folder(const std::string& out, bool resuming, const std::string
 }
 
 void remove_halt_file(const std::string& out) {
-    if (std::remove((out + "/halt").c_str()) != 0)
+    if (std::remove((out + "/halt").c_str()) != 0 && errno != ENOENT)
         complain(format_text("cannot remove %s/halt: %s; the next run will stop at once", out.c_str(),
                              std::strerror(errno)));
 }

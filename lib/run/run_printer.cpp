@@ -250,7 +250,7 @@ void RunPrinter::print_end(Stop stop, const TrainState& state, const TrainConfig
                            bool has_vocabulary) const {
     const std::string &save_error = saver.last_error, &last_saved = saver.last_saved;
     // One that comes when the last step is done has nothing to stop, and is not to stop the next start.
-    if (stop == HALTED || (stop == GO_ON && file_exists(c.out + "/halt"))) remove_halt_file(c.out);
+    if (stop == HALTED || stop == GO_ON) remove_halt_file(c.out);
     if (!save_error.empty())
         fail(
             "the last checkpoint could not be written: %s; what was learnt since %s is lost; mend that and run "
