@@ -103,11 +103,13 @@ for name in "${names[@]}"; do
     tests=$(sed -n '1s/^tests: //p' "$fault" 2>/dev/null)
     file=$(sed -n '2s/^file: //p' "$fault" 2>/dev/null)
     [ "${sound[${tests:-none}]:-no}" = yes ] || continue
-    cp "$file" "$work/right" && plant "$fault" "$work/right" >"$file" || {
+    [ -f "$file" ] || { bad "$name: the line behind its tests is no 'file: PATH'"; continue; }
+    cp "$file" "$work/right"
+    if ! plant "$fault" "$work/right" >"$file"; then
         bad "$name: its lines do not stand in '$file' exactly once"
         cp "$work/right" "$file"
         continue
-    }
+    fi
     if ! build "$tests" "$work/planted" >"$work/log" 2>&1; then
         head -5 "$work/log"
         bad "$name does not compile"
