@@ -234,6 +234,24 @@ struct FileRecord {
     uint32_t crc32c = 0;
 };
 
+// A file as it is now.
+inline FileRecord read_record(const std::string& path) {
+    FileRecord record{name_of(path), file_size(path, true)};
+    const FileReader file(path);
+    std::vector<char> piece(1 << 20);
+    for (uint64_t at = 0; at < record.size; at += piece.size()) {
+        const size_t count = size_t(std::min<uint64_t>(piece.size(), record.size - at));
+        file.read(piece.data(), count, at);
+        record.crc32c = crc32c(record.crc32c, piece.data(), count);
+    }
+    return record;
+}
+
+// For comparisons between ranks, which must read the same.
+inline std::string digest_text(const FileRecord& file) {
+    return format_text("%08x of %llu bytes", file.crc32c, (unsigned long long)file.size);
+}
+
 // Writes all the bytes, or fails.
 inline void write_all(int fd, const void* data, uint64_t bytes, const std::string& path) {
     for (const char* p = static_cast<const char*>(data); bytes > 0;) {

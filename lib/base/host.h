@@ -2,17 +2,16 @@
 // program, and how its threads wait.
 #pragma once
 #include <algorithm>
-#include <cerrno>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
-#include <fstream>
 #include <string>
 #include <vector>
 
 #include <unistd.h>
 
+#include "files.h"
 #include "system.h"
 #include "util.h"
 
@@ -59,19 +58,7 @@ inline std::string host_name() {
 // One word that no other machine has: two may have one name.
 inline std::string machine_word() { return host_name() + "/" + boot_id(); }
 
-// FNV-1a, 64 bits, of a file, as text: ranks must run the same program and read the same weights.
-inline std::string digest_of_file(const std::string& path) {
-    std::ifstream in(path, std::ios::binary);
-    if (!in) fail("cannot open %s: %s", path.c_str(), std::strerror(errno));
-    uint64_t hash = 0xcbf29ce484222325u;
-    std::vector<char> piece(1 << 20);
-    while (in.read(piece.data(), std::streamsize(piece.size())), in.gcount() > 0)
-        for (std::streamsize i = 0; i < in.gcount(); i++) hash = (hash ^ uint8_t(piece[size_t(i)])) * 0x100000001b3u;
-    if (in.bad()) fail("cannot read %s: %s", path.c_str(), std::strerror(errno));
-    return format_text("%016llx", (unsigned long long)hash);
-}
-
 // Of the running program; macOS has no /proc.
 inline std::string binary_digest() {
-    return digest_of_file(access("/proc/self/exe", R_OK) == 0 ? "/proc/self/exe" : program_path());
+    return digest_text(read_record(access("/proc/self/exe", R_OK) == 0 ? "/proc/self/exe" : program_path()));
 }

@@ -160,14 +160,7 @@ void verify_file(const std::string& folder, const FileRecord& expected) {
                  (unsigned long long)expected.size);
     };
     require_size(uint64_t(s.st_size));
-    const FileReader file(path);
-    std::vector<char> piece(1 << 20);
-    uint32_t crc = 0;
-    for (uint64_t at = 0; at < expected.size; at += piece.size()) {
-        const size_t count = size_t(std::min<uint64_t>(piece.size(), expected.size - at));
-        file.read(piece.data(), count, at);
-        crc = crc32c(crc, piece.data(), count);
-    }
+    const uint32_t crc = read_record(path).crc32c;
     require_size(file_size(path));  // it may have grown meanwhile
     if (crc != expected.crc32c)
         fail("%s has checksum %08x, the manifest says %08x", path.c_str(), crc, expected.crc32c);
@@ -191,6 +184,12 @@ Checkpoint open_checkpoint(const std::string& folder, Wanted wanted) {
     for (const FileRecord& file : manifest.files)
         if (wanted == Wanted::ALL || is_model_file(file.name)) verify_file(folder, file);
     return manifest;
+}
+
+std::string weights_digest(const Checkpoint& checkpoint) {
+    for (const FileRecord& file : checkpoint.files)
+        if (file.name == "model.safetensors") return digest_text(file);
+    return digest_text(read_record(checkpoint.folder + "/model.safetensors"));
 }
 
 Checkpoint newest_intact_checkpoint(const std::string& run, const Complain& complain, Wanted wanted) {

@@ -95,6 +95,9 @@ enum class Wanted { ALL, MODEL };
 // is not. A model without a manifest is taken as it is, with a complaint.
 Checkpoint open_checkpoint(const std::string& folder, Wanted wanted = Wanted::ALL);
 
+// Of an opened checkpoint's weights; what its manifest says was verified then, and is not read again.
+std::string weights_digest(const Checkpoint& checkpoint);
+
 // The newest checkpoint that is as its manifest says; one complaint for each newer one, whose name and fault it tells.
 Checkpoint newest_intact_checkpoint(const std::string& run, const Complain& complain, Wanted wanted = Wanted::ALL);
 

@@ -122,16 +122,6 @@ void require_same_model(const ModelConfig& c, const std::string& checkpoint, con
     }
 }
 
-std::unique_ptr<SafeTensors> open_initial_weights(const TrainConfig& c, const std::vector<TensorSpec>& specs,
-                                                  bool says) {
-    if (c.init_from.empty()) return nullptr;
-    const std::string folder = find_checkpoint(c.init_from, "--init-from").folder;
-    require_same_model(c, folder, "begin");
-    auto weights = open_weights(folder, specs);
-    if (says) std::printf("weights: those of %s; moments, data and schedule begin anew\n", printable(folder).c_str());
-    return weights;
-}
-
 std::string options_json(const Config& c) {
     Json root = {{"program", "train_nsa"}};
     for (const Option& o : OPTIONS) {
@@ -149,7 +139,7 @@ std::string same_run_lines(const Config& c, const std::string& program, uint64_t
     std::istringstream options(options_json(c));
     for (std::string line; std::getline(options, line);)
         if (line.find("\"threads\"") == std::string::npos) lines += "option " + line + "\n";
-    if (!c.hellaswag.empty()) lines += "--hellaswag: " + digest_of_file(c.hellaswag) + "\n";
+    if (!c.hellaswag.empty()) lines += "--hellaswag: " + digest_text(read_record(c.hellaswag)) + "\n";
     if (train) lines += format_text("training data: %016llx\n", (unsigned long long)train);
     return lines + (val ? format_text("validation data: %016llx\n", (unsigned long long)val) : "");
 }

@@ -29,10 +29,6 @@ void read_config_json(Config& c, const std::string& path);
 // verb: what cannot be done otherwise, "resume" or "begin".
 void require_same_model(const ModelConfig& c, const std::string& checkpoint, const char* verb);
 
-// --init-from: the weights to begin with; null where none are asked for. says: on the rank that prints.
-std::unique_ptr<SafeTensors> open_initial_weights(const TrainConfig& c, const std::vector<TensorSpec>& specs,
-                                                  bool says);
-
 // All options of a run, as they are: paths to the byte.
 std::string options_json(const Config& c);
 

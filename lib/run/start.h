@@ -56,6 +56,19 @@ inline Checkpoint choose_checkpoint(const std::string& out, bool resume, bool dr
     return world.rank == 0 || folder.empty() ? chosen : read_manifest(folder);
 }
 
+// Those of --init-from.
+inline std::unique_ptr<SafeTensors> open_initial_weights(const Config& c, const std::vector<TensorSpec>& specs,
+                                                         const World& world) {
+    const Checkpoint checkpoint = find_checkpoint(c.init_from, "--init-from");
+    require_same_model(c, checkpoint.folder, "begin");
+    if (world.size > 1) require_same(world, "weights: " + weights_digest(checkpoint), "give all ranks the same ones");
+    auto weights = open_weights(checkpoint.folder, specs);
+    if (world.rank == 0)
+        std::printf("weights: those of %s; moments, data and schedule begin anew\n",
+                    printable(checkpoint.folder).c_str());
+    return weights;
+}
+
 // Looks at whatever a run can be refused for, prints its first lines, and only then writes into its folder. All ranks
 // call it.
 inline RunStart open_run(const Config& c, const Machine& machine, const TensorList& table, const Partition& partition,
@@ -84,10 +97,8 @@ inline RunStart open_run(const Config& c, const Machine& machine, const TensorLi
             validated->string("data", chosen.path)
                 .compare(0, 16, format_text("%016llx", (unsigned long long)data.val[0].loader->state().corpus)))
             std::printf("resume: validation is on other data than the checkpoint's: losses cannot be compared\n");
-    } else {
-        start.weights = open_initial_weights(c, table.specs, says);
-        if (start.weights && world.size > 1)
-            require_same(world, "weights: " + digest_of_file(start.weights->path), "give all ranks the same ones");
+    } else if (!c.init_from.empty()) {
+        start.weights = open_initial_weights(c, table.specs, world);
     }
     const std::string record = start_json(machine, chosen.step);
     const bool has_steps = !resumes || chosen.step < c.steps;

@@ -21,8 +21,8 @@ inline void run_eval(Config c, World& world) {
     const EvaluationData data = open_evaluation_data(c, trained.checkpoint, world, tokenizer.get());
     if (world.size > 1)
         require_same(world,
-                     same_run_lines(c, binary_digest(), 0, corpus_of(data.sets)) +
-                         "weights: " + digest_of_file(trained.weights->path),
+                     "weights: " + weights_digest(trained.checkpoint) + "\n" +
+                         same_run_lines(c, binary_digest(), 0, corpus_of(data.sets)),
                      "start all ranks with the same program, options, model and data");
     const int64_t samples =
         c.is_given("eval-batches") ? std::min(data.samples(), c.eval_batches * c.batch) : data.samples();

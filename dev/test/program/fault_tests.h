@@ -36,14 +36,15 @@ PROGRAM_TEST(ranks_that_differ_are_found_at_the_start) {
 PROGRAM_TEST(ranks_with_other_files_are_found_at_the_start) {
     const std::string mpirun = find_mpirun("ranks with other files under mpirun");
     if (mpirun.empty()) return;
-    int steps = 1;
+    int seed = 1;
     for (const char* host : {"one", "two"}) {
         make_folders(folder.file(host));
         write_file(folder.file(host) + "/a.txt", std::string("what stands on host ") + host + " and nowhere else");
         REQUIRE_GOOD(train({{"out", folder.file(host) + "/begin"},
                             {"layers", "4"},
                             {"slc-count", "8"},
-                            {"steps", std::to_string(steps++)}}));
+                            {"seed", std::to_string(seed++)},
+                            {"steps", "1"}}));
     }
     const auto found = [&](const Words& command, const char* what) {
         const auto on = [&](const char* host) { return joined({"-wdir", folder.file(host), path()}, command); };
@@ -55,6 +56,9 @@ PROGRAM_TEST(ranks_with_other_files_are_found_at_the_start) {
     found({"eval", "--from", "begin", "--val-data", "synthetic"}, "weights: ");
     const std::string begin = folder.file("one") + "/begin";
     found({"eval", "--from", begin, "--text", "a.txt"}, "validation data: ");
+    for (const char* host : {"one", "two"})
+        std::filesystem::remove(folder.file(host) + "/begin/step_00000001/manifest.json");
+    found({"eval", "--from", "begin/step_00000001", "--text", folder.file("one") + "/a.txt"}, "weights: ");
 }
 
 // kill -9 in the middle of training; SIGSTOP, which no process can report itself: named, and all end.
