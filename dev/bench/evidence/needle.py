@@ -3,7 +3,7 @@
 
     needle.py make CACHE [--samples N] [--trials 34] [--lengths 256 512 1024 2048 4096]
     needle.py test --cache CACHE --work FOLDER [--answers results/needle] [--program ./train_nsa] RUN...
-    needle.py show [--answers results/needle] [--svg FILE] ARM...
+    needle.py show [--answers results/needle] ARM...
 
 A document is filler with facts in it, "QT." and "TL.", and questions, "?QT", "??QL": the number of question marks is
 the number of hops. A name stands right behind the one that it is asked by, so that with --smear looking up is all that
@@ -13,7 +13,7 @@ anywhere behind its facts. And items for the test: one question at the end, its 
 other chains of as many hops anywhere, and four answers to choose from, so that 25 % is guessing. Two and three hops
 are asked up to the trained length. `test` appends a line to the answers' runs.jsonl for each run in FOLDER and length,
 where none is; RUN may be an arm with its rate, as in a run's name up to _seed, and then is all its seeds. `show` adds
-up the seeds: % answered by length and eighth, as a heat map too, and by hops.
+up the seeds: % answered by length and eighth, and by hops.
 """
 import argparse
 import array
@@ -26,7 +26,7 @@ import tempfile
 
 from corpus import tokenize, write_documents
 from run import HERE, Results, folders_of
-from table import table_of, text, titles_of
+from table import table_of
 
 HOPS = 3
 CHOICES = 4
@@ -37,7 +37,6 @@ SAMPLES = [([1023], 8), ([511] * 2, 8), ([255] * 4, 4), ([127] * 8, 4)]
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 # RULER's noise (arXiv 2404.06654), which is soon learnt, so that what is left to learn is to look up.
 FILLER = "the grass is green. the sky is blue. the sun is yellow. here we go. there and back again. "
-CELL, LEFT, TOP, GAP, ACROSS = 34, 52, 58, 34, 2  # of the heat maps
 
 
 def make_chains(count, hops, generator):
@@ -215,49 +214,9 @@ def print_tables(name, runs, cells):
     print(f"\n`{name}`, {len(runs)} seeds, up to {asked} trials a cell, % answered\n\n{table_of(head, rows)}")
 
 
-def heat_map(title, cells, left, top):
-    """A column for each eighth, a row for each length; from clear, a quarter or less, to solid, all answered."""
-    parts = [text(left, top - 28, title, None)]
-    for i in range(EIGHTHS):
-        parts.append(text(left + (i + 0.5) * CELL, top - 6, str(i + 1), "middle"))
-    for row, length in enumerate(sorted({key[0] for key in cells})):
-        y = top + row * CELL
-        if left == LEFT:
-            parts.append(text(left - 6, y + CELL / 2 + 4, str(length), "end"))
-        for i in range(EIGHTHS):
-            right, asked = cells[length, i, 1]
-            above = max(0, (right / asked - 0.25) / 0.75)
-            x = left + i * CELL
-            parts.append(f'<rect x="{x}" y="{y}" width="{CELL - 1}" height="{CELL - 1}" fill="#3a8fd9" '
-                         f'fill-opacity="{above:.2f}" stroke="#888" stroke-opacity="0.3"/>')
-            parts.append(text(x + CELL / 2, y + CELL / 2 + 4, f"{100 * right / asked:.0f}", "middle",
-                              "#fff" if above > 0.6 else "#888"))
-    return parts
-
-
-def figure(arms):
-    """(name, cells) of each arm. No background and colours of middle brightness: for white and for black pages."""
-    of_panel = TOP + max(len({key[0] for key in cells}) for _, cells in arms) * CELL + 14
-    width, height = LEFT + ACROSS * (EIGHTHS * CELL + GAP), -(-len(arms) // ACROSS) * of_panel + 30
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
-             'font-size="12">']
-    titles, _ = titles_of([name.partition("_lr")[0] for name, _ in arms])
-    for i, (title, (_, cells)) in enumerate(zip(titles, arms)):
-        parts += heat_map(title, cells, LEFT + i % ACROSS * (EIGHTHS * CELL + GAP), TOP + i // ACROSS * of_panel)
-    below = "% answered, by bytes of text and eighth in which the fact lies; guessing is 25; trained on 1024"
-    parts.append(text(LEFT, height - 8, below, None))
-    return "\n".join(parts + ["</svg>"]) + "\n"
-
-
 def show(a):
-    found = []
     for arm in a.runs:
-        runs, cells = load(a.answers, arm)
-        print_tables(arm, runs, cells)
-        found.append((arm, cells))
-    if a.svg:
-        with open(a.svg, "w") as file:
-            file.write(figure(found))
+        print_tables(arm, *load(a.answers, arm))
 
 
 def main():
@@ -272,7 +231,6 @@ def main():
     of_test.add_argument("--cache", required=True)
     of_test.add_argument("--work", required=True)
     of_test.set_defaults(do=test)
-    of_show.add_argument("--svg")
     of_show.set_defaults(do=show)
     for verb in (of_make, of_test):
         verb.add_argument("--program", default="./train_nsa")
