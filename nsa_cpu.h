@@ -575,6 +575,10 @@ struct Cpu : HostRuntime, HostOptimiser<real_> {
         attention_forward(CMP, out, lse, q, kc, vc, nullptr, s);
         if (selection) select_blocks(selection, chosen_importance, q, kc, lse, s);
     }
+    // attention_forward of the other branches, and combine_forward
+    void attend_and_combine(const LayerOutputs<real, Stat>& out, const LayerInputs<real, Stat>& in, const NsaShape& s) {
+        combine_by_branches(*this, out, in, s);
+    }
     // importance [t/l' + 1] of the selection blocks for query t and a group. q, lse: the row of the group's first head;
     // the other heads' follow, `queries` rows apart. kc: the group's compressed keys.
     void block_importance(real* importance, const real* q, const Stat* lse, const real* kc, int t,

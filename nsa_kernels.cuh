@@ -1138,7 +1138,20 @@ struct RowPlace {
     }
 };
 
-// out [B*queries, H*D] = sum over branches of gate * branch output; paper eq. 5
+// out [W] = sum over branches of gate * o; paper eq. 5. o and gate: this row's in the first of them, each of which has
+// `rows` rows of D; gate: null stands for 1.
+template <int W>
+__device__ inline void combine(cuda_real* out, const cuda_real* o, const float* gate, int branches, size_t rows,
+                               int D) {
+    float sum[W] = {}, term[W];
+    for (int i = 0; i < branches; i++) {
+        const float g = gate ? gate[i * rows] : 1;
+        load(term, o + i * rows * D);
+        for (int k = 0; k < W; k++) sum[k] += g * term[k];
+    }
+    store(out, sum);
+}
+// out [B*queries, H*D] of all rows
 template <int W>
 __global__ void __launch_bounds__(256)
     combine_forward_kernel(cuda_real* out, const cuda_real* o, const float* gate, size_t rows, NsaShape s) {
@@ -1146,17 +1159,9 @@ __global__ void __launch_bounds__(256)
     const size_t row = row_index();
     if (row >= rows) return;
     const RowPlace place(unsigned(row), s);
-    const int D = s.D;
-    cuda_real* to = out + place.by_token * D;
-    for (int x = threadIdx.x % ROW_LANES * W; x < D; x += ROW_LANES * W) {
-        float sum[W] = {}, term[W];
-        for (int i = 0; i < s.branches(); i++) {
-            const float g = s.full ? 1 : gate[i * rows + row];
-            load(term, o + (i * rows + row) * D + x);
-            for (int k = 0; k < W; k++) sum[k] += g * term[k];
-        }
-        store(to + x, sum);
-    }
+    const float* const of_row = s.full ? nullptr : gate + row;
+    for (int x = threadIdx.x % ROW_LANES * W; x < s.D; x += ROW_LANES * W)
+        combine<W>(out + place.by_token * s.D + x, o + row * s.D + x, of_row, s.branches(), rows, s.D);
 }
 // row_dot = dout . o     lse_gated = lse - ln(gate)     dgate_logit = row_dot * gate * (1 - gate), per branch
 template <int W>
@@ -1301,14 +1306,19 @@ __device__ inline void attend_by_warpgroups(const QueryBlock<branch, D, false, W
         buffer = next_buffer, tile = next, next = after;
     }
 }
-// out [B, H, queries, D] = softmax(q k^T / sqrt(D)) v over the branch's keys, lse [B, H, queries]; a query without a
-// key gets 0 and +infinity.
+// What the forward kernels are told beside their arrays.
+struct ForwardOptions {
+    unsigned branches;             // bits
+    int first_branch;              // that the arrays [branches, ...] begin with
+    const SelectedChoice* choice;  // AUTO's for the selected branch, where there is one
+};
+// o and lse of a branch = softmax(q k^T / sqrt(D)) v over its keys, for the rows of a tile; a query without a key gets
+// 0 and +infinity.
 template <Branch branch, int D, Multiplier by>
-__device__ inline void attend(bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v,
-                              const uint32_t* selection, const AttentionShape& s) {
+__device__ inline void attend(const LayerOutputs<bf16, float>& out, const LayerInputs<bf16, float>& in,
+                              const ForwardOptions& options, const AttentionShape& s) {
     constexpr int M = row_pieces<D, false, by>(), KEYS = forward_keys<D>();  // keys at a time
-    const QueryRows<D, false, by> rows(q, nullptr, branch == SLC, selection, s);
-    QueryBlock<branch, D, false, by> block(rows, k, v, selection, s);
+    QueryBlock<branch, D, false, by> block(in.k[branch], in.v[branch], in.selection, s);
     const int first_tile = block.start(s);
     unsigned q_rows[M][D / 16][4];
     if (q_in_registers<D>()) load_rows<D>(q_rows, block.q_tile, block.first_row);
@@ -1336,37 +1346,69 @@ __device__ inline void attend(bf16* out, float* lse, const bf16* q, const bf16* 
             }
         });
 
-    const int lane = threadIdx.x % 32;
+    const size_t rows_before = rows_before_branch(branch, options.first_branch, s);
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const float sum = row_sum(total[m][i]);
             const long long row = block.row(m, i, s).row;
-            store_row(out + row * D, sums[m], i, sum > 0 ? 1 / sum : 0, row >= 0);
-            if (row >= 0 && lane % 4 == 0) lse[row] = sum > 0 ? shift[m][i] / LOG2_E + logf(sum) : INFINITY;
+            store_row(out.o + (rows_before + row) * D, sums[m], i, sum > 0 ? 1 / sum : 0, row >= 0);
+            if (row >= 0 && threadIdx.x % 4 == 0)
+                out.lse[rows_before + row] = sum > 0 ? shift[m][i] / LOG2_E + logf(sum) : INFINITY;
         }
+}
+// attn of the tile's rows, from the outputs of all branches.
+template <int D>
+__device__ inline void combine_branches(const LayerOutputs<bf16, float>& out, const float* gate,
+                                        const ForwardOptions& options, const AttentionShape& s) {
+    const Indices again = indices_again();
+    const QueryTile tile = query_tile(s, int(again.block));
+    const size_t rows = size_t(s.batch_groups) * s.heads * s.queries;
+    for (int i = int(again.thread); i < s.heads * s.tile_tokens * (D / 8); i += blockDim.x) {
+        const RowOfTile r = row_of_tile(tile, i / (D / 8), s);
+        if (!r.query) continue;
+        const size_t row = size_t(row_of_query(tile, r.head, r.token, s)), x = i % (D / 8) * 8;
+        const size_t to = dout_offset<D>(tile, s) + (size_t(r.token) * s.H + r.head) * D + x;
+        kernels::combine<8>(out.attn + to, out.o + row * D + x, gate ? gate + row : nullptr,
+                            BRANCHES - options.first_branch, rows, D);
+    }
+}
+// Which branches a forward kernel is compiled for, as bits.
+constexpr unsigned COMPRESSED = 1u << CMP, OTHERS = 1u << SLC | 1u << WIN;
+// The branches of SET that options.branches names, and then, where out.attn is given, the gated sum of all.
+template <unsigned SET, int D, Multiplier by>
+__device__ inline void attend_to(const LayerOutputs<bf16, float>& out, const LayerInputs<bf16, float>& in,
+                                 const ForwardOptions& options, const AttentionShape& s) {
+    const bool selects = SET == OTHERS && options.branches >> SLC & 1 && !(options.choice && options.choice->gather);
+    if (options.branches == 1u << SLC && !selects) return;  // gathered rows have made it
+    QueryRows<D, false, by>(s).copy(in.q, nullptr, selects, in.selection, s);
+    if constexpr (SET == COMPRESSED) return attend<CMP, D, by>(out, in, options, s);
+    if (selects) attend<SLC, D, by>(out, in, options, s);
+    if (options.branches >> WIN & 1) {
+        __syncthreads();  // the selected branch's tiles are no longer read
+        attend<WIN, D, by>(out, in, options, s);
+    }
+    if (!out.attn) return;
+    __syncthreads();  // the block's rows of o are written
+    combine_branches<D>(out, in.gate, options, s);
 }
 // The budgets of this and the following kernels: cycles of an sm_90 multiprocessor for 16 rows and 64 keys (one head),
 // D = 64 / 128, by the inner loop's machine code and the data sheet's rates. The largest bounds the loop.
 //     mma 102 / 205, ldmatrix 64 / 192, exponentials 68 / 72, instructions 124 / 179, L2 87 / 174
-template <Branch branch, int D>
+template <unsigned SET, int D>
 __global__ void __launch_bounds__(MOST_TILE_THREADS<D, false>, TILE_BLOCKS<D, false>)
-    attention_forward_kernel(bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v,
-                             const uint32_t* selection, const SelectedChoice* choice, AttentionShape s) {
+    attention_forward_kernel(LayerOutputs<bf16, float> out, LayerInputs<bf16, float> in, ForwardOptions options,
+                             AttentionShape s) {
     wait_for_earlier_kernels();
-    if (branch == SLC && choice && choice->gather) return;
-    attend<branch, D, WARP>(out, lse, q, k, v, selection, s);
+    attend_to<SET, D, WARP>(out, in, options, s);
 }
-template <Branch branch, int D>
+template <unsigned SET, int D>
 __global__ void __launch_bounds__(MOST_TILE_THREADS<D, false, WARPGROUP>, TILE_BLOCKS<D, false, WARPGROUP>)
-    warpgroup_forward_kernel(bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v,
-                             const uint32_t* selection, const SelectedChoice* choice, AttentionShape s) {
+    warpgroup_forward_kernel(LayerOutputs<bf16, float> out, LayerInputs<bf16, float> in, ForwardOptions options,
+                             AttentionShape s) {
     wait_for_earlier_kernels();
-    if constexpr (COMPILED_FOR_WGMMA) {
-        if (branch == SLC && choice && choice->gather) return;
-        attend<branch, D, WARPGROUP>(out, lse, q, k, v, selection, s);
-    }
+    if constexpr (COMPILED_FOR_WGMMA) attend_to<SET, D, WARPGROUP>(out, in, options, s);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1439,7 +1481,7 @@ __device__ inline void add_branch(float (&sums)[M][D / 8][4], const QueryBlock<b
                                   const AttentionShape& s) {
     constexpr int KEYS = 16;  // keys at a time, as many as there are registers for
     float minus_shift[M][2], dot[M][2];
-    const size_t rows_before = size_t(branch - options.first_branch) * s.batch_groups * s.heads * s.queries;
+    const size_t rows_before = rows_before_branch(branch, options.first_branch, s);
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
@@ -1486,12 +1528,12 @@ __device__ inline void compute_dq(const LayerGradients<bf16, float>& d, const La
     // Asked again each time: the answer would take a register throughout the walks.
     const auto has_gathered = [&] { return options.gathered && (!options.choice || options.choice->gather); };
     const auto selects = [&] { return options.branches >> SLC & 1 && !has_gathered(); };
-    const QueryRows<D, true, by> rows(in.q, in.dout, selects(), in.selection, s);
+    QueryRows<D, true, by>(s).copy(in.q, in.dout, selects(), in.selection, s);
     float sums[M][D / 8][4];
     clear(sums);
     unsigned q_rows[M][D / 16][4], dout_rows[M][D / 16][4];
     {
-        QueryBlock<WIN, D, true, by> block(rows, in.k[WIN], in.v[WIN], nullptr, s);
+        QueryBlock<WIN, D, true, by> block(in.k[WIN], in.v[WIN], nullptr, s);
         if (!(options.branches >> WIN & 1)) block.end_tile = 0;
         const int first_tile = block.start(s);
         if (by == WARP) load_rows<D>(q_rows, block.q_tile, block.first_row);
@@ -1500,13 +1542,13 @@ __device__ inline void compute_dq(const LayerGradients<bf16, float>& d, const La
         if (options.branches >> WIN & 1) add_branch<WIN>(sums, block, first_tile, q_rows, dout_rows, d, in, options, s);
     }
     if (selects()) {
-        QueryBlock<SLC, D, true, by> block(rows, in.k[SLC], in.v[SLC], in.selection, s);
+        QueryBlock<SLC, D, true, by> block(in.k[SLC], in.v[SLC], in.selection, s);
         __syncthreads();  // the tiles of the branch before are no longer read
         const int first_tile = block.start(s);
         add_branch<SLC>(sums, block, first_tile, q_rows, dout_rows, d, in, options, s);
     }
     if (options.branches >> CMP & 1) {
-        QueryBlock<CMP, D, true, by> block(rows, in.k[CMP], in.v[CMP], nullptr, cmp);
+        QueryBlock<CMP, D, true, by> block(in.k[CMP], in.v[CMP], nullptr, cmp);
         __syncthreads();
         const int first_tile = block.start(cmp);
         add_branch<CMP>(sums, block, first_tile, q_rows, dout_rows, d, in, options, cmp);
@@ -1516,7 +1558,7 @@ __device__ inline void compute_dq(const LayerGradients<bf16, float>& d, const La
     for (int m = 0; m < M; m++)
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const auto r = rows.row(m, i, s);
+            const auto r = QueryRows<D, true, by>(s).row(m, i, s);
             const int column = threadIdx.x % 4 * 2;
             if (gathered && r.row >= 0)
 #pragma unroll
@@ -1924,31 +1966,42 @@ inline size_t attention_backward_bytes(const NsaShape& s, AttentionPath asked) {
     });
     return std::max({of_queries.used, of_selected.used, of_compressed.used});
 }
-template <Branch branch, int D>
-inline void launch_attention_forward(bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v,
-                                     const uint32_t* selection, const NsaShape& s, AttentionPath asked,
-                                     AttentionWorkspace workspace, cudaStream_t stream) {
-    const SelectedChoice* choice = nullptr;
-    if constexpr (branch == SLC) {
-        const SelectedKernel kernel = resolve_selected<D>(asked, s, false);
-        WorkspacePieces pieces{static_cast<char*>(workspace.data)};
-        choice = choose_selected<D>(kernel, asked.warpgroups, pieces, workspace.choice, selection, s, stream);
-        if (kernel != SelectedKernel::TILES) launch_gather_forward<D>(out, lse, q, k, v, selection, s, choice, stream);
-        if (kernel == SelectedKernel::GATHER) return;
-    }
-    with_multiplier<D>(asked.warpgroups, [&](auto multiplier) {
+template <unsigned SET, int D>
+inline void launch_forward_kernel(const LayerOutputs<bf16, float>& out, const LayerInputs<bf16, float>& in,
+                                  const NsaShape& s, const ForwardOptions& options, bool warpgroups,
+                                  cudaStream_t stream) {
+    with_multiplier<D>(warpgroups, [&](auto multiplier) {
         constexpr Multiplier by = decltype(multiplier)::value;
         using Rows = QueryRows<D, false, by>;
-        const AttentionShape a = attention_shape(branch, s, 0, query_rows_of_device(D, false, by));
+        const AttentionShape a =
+            attention_shape(SET == COMPRESSED ? CMP : WIN, s, 0, query_rows_of_device(D, false, by));
         const unsigned blocks = unsigned(a.tiles * a.batch_groups);
-        const size_t bytes = Rows::bytes(a, branch == SLC);
+        const size_t bytes = Rows::bytes(a);
         if constexpr (by == WARPGROUP)
-            launch<warpgroup_forward_kernel<branch, D>>(blocks, Rows::threads(a), bytes, stream, out, lse, q, k, v,
-                                                        selection, choice, a);
-        else
-            launch<attention_forward_kernel<branch, D>>(blocks, Rows::threads(a), bytes, stream, out, lse, q, k, v,
-                                                        selection, choice, a);
+            launch<warpgroup_forward_kernel<SET, D>>(blocks, Rows::threads(a), bytes, stream, out, in, options, a);
+        else launch<attention_forward_kernel<SET, D>>(blocks, Rows::threads(a), bytes, stream, out, in, options, a);
     });
+}
+// The branches of options.branches and, where out.attn is given, the gated sum. The compressed branch has a launch of
+// its own, since the keys that it makes the others choose come in between.
+template <int D>
+inline void launch_attention_forward(const LayerOutputs<bf16, float>& out, const LayerInputs<bf16, float>& in,
+                                     const NsaShape& s, ForwardOptions options, AttentionPath asked,
+                                     AttentionWorkspace workspace, cudaStream_t stream) {
+    if (options.branches == COMPRESSED)
+        return launch_forward_kernel<COMPRESSED, D>(out, in, s, options, asked.warpgroups, stream);
+    if (options.branches >> SLC & 1) {
+        const SelectedKernel kernel = resolve_selected<D>(asked, s, false);
+        const size_t rows_before = size_t(SLC - options.first_branch) * s.query_rows();
+        WorkspacePieces pieces{static_cast<char*>(workspace.data)};
+        options.choice =
+            choose_selected<D>(kernel, asked.warpgroups, pieces, workspace.choice, in.selection, s, stream);
+        if (kernel != SelectedKernel::TILES)
+            launch_gather_forward<D>(out.o + rows_before * D, out.lse + rows_before, in.q, in.k[SLC], in.v[SLC],
+                                     in.selection, s, options.choice, stream);
+        if (kernel == SelectedKernel::GATHER) options.branches &= ~(1u << SLC);
+    }
+    if (options.branches || out.attn) launch_forward_kernel<OTHERS, D>(out, in, s, options, asked.warpgroups, stream);
 }
 template <Branch branch, int D>
 inline void launch_dkdv(const LayerGradients<bf16, float>& to, const LayerInputs<bf16, float>& from, const NsaShape& s,
@@ -2001,7 +2054,7 @@ inline void launch_attention_backward(const LayerGradients<bf16, float>& d, cons
         const AttentionShape a = attention_shape(WIN, s, 0, rows);  // SLC's too
         const AttentionShape cmp = attention_shape(CMP, s, 0, rows);
         const unsigned blocks = unsigned(a.tiles * a.batch_groups);
-        const size_t bytes = Rows::bytes(a, selects);
+        const size_t bytes = Rows::bytes(a);
         if constexpr (by == WARPGROUP)
             launch<warpgroup_dq_kernel<D>>(blocks, Rows::threads(a), bytes, stream, d, in, options, a, cmp);
         else launch<attention_dq_kernel<D>>(blocks, Rows::threads(a), bytes, stream, d, in, options, a, cmp);
@@ -2037,26 +2090,27 @@ inline void check_shape(const NsaShape& s, AttentionPath asked = SelectedKernel:
         if (!s.full) score_shared_bytes<D>(attention_shape(CMP, s, SCORE_TOKENS));
     });
 }
-// out [B, H, queries, D] = softmax(q k^T / sqrt(D)) v over the branch's keys, lse [B, H, queries] the natural logarithm
-// of the softmax's denominator; a query without a key: 0, +infinity. q [B, H, queries, D], keys and values [B, G, T, D]
-// (compressed: [B, G, NC, D]), selection [B, G, queries, words]. Selection blocks: 16, 32 or a multiple of 64 tokens.
-// Query heads per group: up to 128, without padding but in the last tile. `path` says which kernels; where the selected
-// branch's is AUTO, the workspace needs a place for the choice.
+// out.o and out.lse of these branches, bits, of the shape; then out.attn of all branches, where it is given. A query
+// without a key: 0, and +infinity for lse, the natural logarithm of the softmax's denominator. Selection blocks: 16, 32
+// or a multiple of 64 tokens. Query heads per group: up to 128, without padding but in the last tile. `path` says which
+// kernels; where the selected branch's is AUTO, the workspace needs a place for the choice.
+inline void attention_forward(const LayerOutputs<bf16, float>& out, const LayerInputs<bf16, float>& in,
+                              const NsaShape& s, ForwardOptions options, AttentionPath path,
+                              AttentionWorkspace workspace, cudaStream_t stream) {
+    for (const Branch branch : {CMP, SLC, WIN})
+        if (options.branches >> branch & 1) check_attention_shape(branch, s);
+    if (s.query_rows() == 0) return;
+    with_head_dimension(s.D,
+                        [&](auto D) { launch_attention_forward<D()>(out, in, s, options, path, workspace, stream); });
+}
+// Of one branch: out [B, H, queries, D], lse [B, H, queries]; q [B, H, queries, D], keys and values [B, G, T, D]
+// (compressed: [B, G, NC, D]), selection [B, G, queries, words].
 inline void attention_forward(Branch branch, bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v,
                               const uint32_t* selection, const NsaShape& s, AttentionPath path,
                               AttentionWorkspace workspace, cudaStream_t stream) {
-    check_attention_shape(branch, s);
-    if (s.query_rows() == 0) return;
-    with_head_dimension(s.D, [&](auto D) {
-        const auto launch = [&](auto b) {
-            launch_attention_forward<b(), D()>(out, lse, q, k, v, selection, s, path, workspace, stream);
-        };
-        switch (branch) {
-            case CMP: return launch(std::integral_constant<Branch, CMP>());
-            case SLC: return launch(std::integral_constant<Branch, SLC>());
-            case WIN: return launch(std::integral_constant<Branch, WIN>());
-        }
-    });
+    LayerInputs<bf16, float> in = {};
+    in.q = q, in.k[branch] = k, in.v[branch] = v, in.selection = selection;
+    attention_forward({nullptr, out, lse}, in, s, {1u << branch, branch, nullptr}, path, workspace, stream);
 }
 // Shapes and formulas as in Cpu::branches_backward, of these branches, bits. A query has chosen at most max(slc_count,
 // 3) blocks.
@@ -2436,6 +2490,16 @@ struct Cuda : CudaOptimiser {
                            const real* kc, const real* vc, const NsaShape& s) {
         attention_forward(CMP, out, lse, q, kc, vc, nullptr, s);
         if (selection) select_blocks(selection, chosen_importance, q, kc, lse, s);
+    }
+    void attend_and_combine(const LayerOutputs<real, Stat>& out, const LayerInputs<real, Stat>& in, const NsaShape& s) {
+        if (plain_attention) return combine_by_branches(*this, out, in, s);
+#ifndef PRECISION_FP32
+        const ProfileRange range("attention: selected and window");
+        const ForwardOptions options = {s.full ? 1u << WIN : OTHERS, s.full ? WIN : CMP, nullptr};
+        ::attention_forward(out, in, s, options, attention_path(),
+                            attention_workspace(attention_forward_bytes(s.full ? WIN : SLC, s, attention_path())),
+                            stream);
+#endif
     }
     void combine_forward(real* out, const real* o, const Stat* gate, const NsaShape& s) {
         const size_t rows = s.query_rows();

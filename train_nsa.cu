@@ -403,6 +403,18 @@ struct Activations {
     typename Dev::Heads heads(const Layer& acts, const NsaShape& s) const {
         return with_slots(typename Dev::Heads{acts.q, {}, acts.gate}, acts.kv, s);
     }
+    LayerInputs<real, Stat> attention_inputs(const Layer& acts, const NsaShape& s) const {
+        const auto h = heads(acts, s);
+        real* const vc = acts.compressed + s.cmp_rows() * size_t(s.D);
+        return {acts.q,
+                {acts.compressed, h.kv[K_SLC], h.kv[K_WIN]},
+                {vc, h.kv[V_SLC], h.kv[V_WIN]},
+                acts.selection,
+                dattn,
+                acts.o,
+                s.full ? nullptr : acts.gate,
+                acts.lse};
+    }
     typename Dev::HeadGradients head_gradients(const NsaShape& s) const {
         return with_slots(typename Dev::HeadGradients{dq, {}, dgate}, dkv, s);
     }
@@ -467,8 +479,8 @@ void forward_layer(const Model<Dev>& model, Activations<Dev>& a, size_t i, const
     Dev& dev = model.dev;
     auto& acts = a.layer[i];
     const auto& w = model.w.layer[i];
-    const int N = s.B * s.queries, C = int(a.C), M = int(a.M), D = s.D;
-    const size_t rows = s.query_rows(), kv = s.cmp_rows() * s.D;
+    const int N = s.B * s.queries, C = int(a.C), M = int(a.M);
+    const size_t kv = s.cmp_rows() * s.D;
     typename Dev::real* x_next = i + 1 < a.layer.size() ? a.layer[i + 1].x : a.x_out;
     const auto h = a.heads(acts, s);
     const ProfileRange range = model.enter("forward", int64_t(i));
@@ -480,13 +492,9 @@ void forward_layer(const Model<Dev>& model, Activations<Dev>& a, size_t i, const
         dev.attend_and_select(acts.o, acts.lse, again ? nullptr : acts.selection,
                               a.collect_statistics ? acts.chosen_importance : nullptr, acts.q, acts.compressed,
                               acts.compressed + kv, s);
-        dev.attention_forward(SLC, acts.o + SLC * rows * D, acts.lse + SLC * rows, acts.q, h.kv[K_SLC], h.kv[V_SLC],
-                              acts.selection, s);
     }
-    const size_t win = size_t(s.branch_slot(WIN)) * rows;
-    dev.attention_forward(WIN, acts.o + win * D, acts.lse + win, acts.q, h.kv[K_WIN], h.kv[V_WIN], nullptr, s);
-    dev.combine_forward(acts.attn, acts.o, acts.gate, s);
-    dev.matmul_forward(acts.x_mid, acts.attn, w.o_proj, acts.x, N, s.H * D, C);  // x += o_proj(attention)
+    dev.attend_and_combine({acts.attn, acts.o, acts.lse}, a.attention_inputs(acts, s), s);
+    dev.matmul_forward(acts.x_mid, acts.attn, w.o_proj, acts.x, N, s.H * s.D, C);  // x += o_proj(attention)
 
     dev.rmsnorm_forward(acts.mlp_normed, acts.mlp_rstd, acts.x_mid, w.mlp_norm, N, C);
     dev.matmul_forward(acts.fc1, acts.mlp_normed, w.mlp_fc1, nullptr, N, C, M);
@@ -613,15 +621,7 @@ void backward_branches(Model<Dev>& model, Activations<Dev>& a, size_t i) {
                            a.dgate,
                            a.row_dot,
                            a.lse_gated},
-                          {acts.q,
-                           {acts.compressed, h.kv[K_SLC], h.kv[K_WIN]},
-                           {acts.compressed + kv, h.kv[V_SLC], h.kv[V_WIN]},
-                           acts.selection,
-                           a.dattn,
-                           acts.o,
-                           s.full ? nullptr : acts.gate,
-                           acts.lse},
-                          s);
+                          a.attention_inputs(acts, s), s);
     if (s.full) return;
     // compressed = phi(blocks of k_cmp), phi(blocks of v_cmp)
     dev.compress_backward(d.kv[K_CMP], d.kv[V_CMP], dw.phis(), a.dcompressed, acts.phi_hidden, h.kv[K_CMP], h.kv[V_CMP],

@@ -42,7 +42,9 @@ int main() {
         std::printf("ARCH sm_%d%s\n", g.capability, exact ? "a" : "");
     }
     for (const AttentionKernel& row : ATTENTION_KERNELS) {
-        const size_t compiled = std::bitset<32>(row.head_dimensions).count() * std::bitset<32>(row.branches).count();
+        // By tiles there is one for the compressed branch, and one for the others.
+        const size_t compiled =
+            std::bitset<32>(row.head_dimensions).count() * (row.branches == EVERY_BRANCH ? 2 : 1);
         std::printf("ROW %d%s %s %s %zu\n", row.capability, row.exact ? "a" : "", row.name, row.forward,
                     compiled ? compiled : 1);
     }
@@ -84,6 +86,7 @@ count_loops() {
             name = $0; sub(/.*Function : (void )?/, "", name)
             gsub(/\(Branch\)|\(int\)|\(bool\)/, "", name); sub(/\(.*/, "", name)
             sub(/<0, /, "<CMP, ", name); sub(/<1, /, "<SLC, ", name); sub(/<2, /, "<WIN, ", name)
+            sub(/<1u, /, "<COMPRESSED, ", name); sub(/<6u, /, "<OTHERS, ", name)
             lines = branches = 0; split("", place); split("", kind)
         }
         match($0, /\/\*[0-9a-f]+\*\/ +[@A-Z]/) {

@@ -29,7 +29,7 @@ struct AttentionRow {
     int T, B;
     std::string name;
     Work work[2];              // forward, backward
-    int whole = 0;             // sum of AttentionWhole
+    int whole[2] = {0, 0};     // of each pass: sum of AttentionWhole
     double us[2] = {0, 0};     // 0: there is no such pass
     double floor[2] = {0, 0};  // microseconds at the measured ceilings; of a whole: the sum of its rows'
 };
@@ -128,6 +128,17 @@ struct AttentionSet {
     Cuda::HeadGradients head_gradients() const {
         return {dev.wants_dq(s) ? dq : nullptr, {dkey(0), dkey(1), dkey(2), dkey(3), dkey(4), dkey(5)}, dgate};
     }
+    LayerInputs<real, float> inputs(const uint32_t* selection, const NsaShape& shape) const {
+        const size_t v = s.cmp_rows() * size_t(s.D);
+        return {q,
+                {compressed, key(K_SLC), key(K_WIN)},
+                {compressed + v, key(V_SLC), key(V_WIN)},
+                selection,
+                dout,
+                o,
+                shape.full ? nullptr : gate,
+                lse};
+    }
     // The backward pass of one branch of this shape, with its row terms where the kernels compute them themselves. dq:
     // whether to store that instead of q's columns of dprojected.
     void branch_backward(Branch b, const uint32_t* selection, const NsaShape& shape, bool stores_dq = false) {
@@ -139,14 +150,7 @@ struct AttentionSet {
                                                dgate,
                                                row_dot,
                                                lse_gated};
-        const LayerInputs<real, float> in = {q,
-                                             {compressed, key(K_SLC), key(K_WIN)},
-                                             {compressed + v, key(V_SLC), key(V_WIN)},
-                                             selection,
-                                             dout,
-                                             o,
-                                             shape.full ? nullptr : gate,
-                                             lse};
+        const LayerInputs<real, float> in = inputs(selection, shape);
 #ifndef PRECISION_FP32
         if (!dev.plain_attention) return dev.backward_on_tensor_cores(1u << b, d, in, shape);
 #endif
@@ -232,7 +236,7 @@ inline std::vector<AttentionRow> time_attention(Timed<Cuda>& dev, const NsaShape
     // The engine's own functions, without the clocks of Timed.
     auto time = [&](auto operation) { return median_us(dev, sets, repetitions, operation); };
     auto add = [&](const std::string& name, const Work& forward, const Work& backward, int whole) -> AttentionRow& {
-        rows.push_back({s.T, s.B, name, {forward, backward}, whole});
+        rows.push_back({s.T, s.B, name, {forward, backward}, {whole, whole}});
         for (int pass = 0; pass < 2; pass++)
             rows.back().floor[pass] = 1e6 * ceilings.floor(rows.back().work[pass].flops, rows.back().work[pass].bytes);
         return rows.back();
@@ -240,9 +244,11 @@ inline std::vector<AttentionRow> time_attention(Timed<Cuda>& dev, const NsaShape
     auto add_whole = [&](const std::string& name, AttentionWhole whole) {
         AttentionRow total{s.T, s.B, name, {}};
         for (const AttentionRow& row : rows)
-            for (int pass = 0; pass < 2 && row.whole & whole; pass++)
-                total.us[pass] += row.us[pass], total.floor[pass] += row.floor[pass],
-                    total.work[pass].flops += row.work[pass].flops, total.work[pass].bytes += row.work[pass].bytes;
+            for (int pass = 0; pass < 2; pass++) {
+                if (!(row.whole[pass] & whole)) continue;
+                total.us[pass] += row.us[pass], total.floor[pass] += row.floor[pass];
+                total.work[pass].flops += row.work[pass].flops, total.work[pass].bytes += row.work[pass].bytes;
+            }
         rows.push_back(total);
     };
     auto split_heads_forward = [&](const NsaShape& shape) {
@@ -268,12 +274,25 @@ inline std::vector<AttentionRow> time_attention(Timed<Cuda>& dev, const NsaShape
             dev.Cuda::attention_forward(b, x.o + at * D, x.lse + at, x.q, k(x), k(x) + v, selected(x), shape);
         });
         row.us[1] = time([&](AttentionSet& x) { x.branch_backward(b, selected(x), shape); });
+        if (b != CMP && !dev.plain_attention) row.whole[0] = 0;  // the next row has what a step launches
+    };
+    // What a step launches in place of the selected branch, the window and the gated sum by themselves.
+    auto together = [&](const std::string& name, const NsaShape& shape, uint32_t* AttentionSet::*selection, int whole) {
+        if (dev.plain_attention) return;
+        AttentionRow& row = add(name, attend_and_combine_work(shape, real), {}, whole);
+        row.us[0] = time([&](AttentionSet& x) {
+            dev.Cuda::attend_and_combine({x.combined, x.o, x.lse}, x.inputs(selection ? x.*selection : nullptr, shape),
+                                         shape);
+        });
     };
     auto sum = [&](const std::string& name, const NsaShape& shape, int whole) {
         AttentionRow& row = add(name, combine_forward_work(shape, real),
                                 dev.plain_attention ? attention_backward_rows_work(shape, real) : Work{}, whole);
         row.us[0] = time([&](AttentionSet& x) { dev.Cuda::combine_forward(x.combined, x.o, x.gate, shape); });
-        if (!dev.plain_attention) return;  // the kernels of the branches make the row terms
+        if (!dev.plain_attention) {  // the kernels of the branches make the row terms
+            row.whole[0] = 0;
+            return;
+        }
         row.us[1] = time([&](AttentionSet& x) {
             dev.Cuda::attention_backward_rows(x.row_dot, x.lse_gated, x.dgate, x.dout, x.o, x.gate, x.lse, shape);
         });
@@ -308,6 +327,7 @@ inline std::vector<AttentionRow> time_attention(Timed<Cuda>& dev, const NsaShape
         }
         dev.selected_kernel = SelectedKernel::AUTO;
         branch("selected, " + kind + ", auto", SLC, s, selection, whole);
+        together("selected, " + kind + ", window, sum", s, selection, whole);
         std::fprintf(out, "T %d, %s: %s\n", s.T, kind.c_str(), dev.describe_selected(s).c_str());
     }
     dev.selected_kernel = asked;
@@ -332,6 +352,7 @@ inline std::vector<AttentionRow> time_attention(Timed<Cuda>& dev, const NsaShape
     const double full_split = split_heads_forward(full);
     branch("full: attention", WIN, full, nullptr, FULL);
     sum("full: merged heads", full, FULL);
+    together("full: attention, merged heads", full, nullptr, FULL);
     AttentionRow& full_heads = add("full: split and rotated heads", split_heads_forward_work(full, real),
                                    split_heads_backward_work(full, real, dev.wants_dq(full)), FULL);
     full_heads.us[0] = full_split, full_heads.us[1] = split_heads_backward(full);

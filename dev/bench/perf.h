@@ -107,6 +107,15 @@ inline Work combine_forward_work(const NsaShape& s, double real) {
     return {2 * branches * rows * s.D, real * (branches + 1) * rows * s.D + (s.full ? 0 : 4 * branches * rows)};
 }
 
+// The selected branch and the window, which read q once, and the sum, which still has their outputs at hand and reads
+// the compressed branch's.
+inline Work attend_and_combine_work(const NsaShape& s, double real) {
+    const Work sum = combine_forward_work(s, real), win = attention_forward_work(WIN, s, real);
+    const double q = double(s.query_rows()) * s.D;
+    if (s.full) return {win.flops + sum.flops, win.bytes + sum.bytes - real * q};
+    const Work slc = attention_forward_work(SLC, s, real);
+    return {slc.flops + win.flops + sum.flops, slc.bytes + win.bytes + sum.bytes - 3 * real * q};
+}
 // dout, the branches' outputs; lse, row_dot, lse_gated, and with gates those and their gradients
 inline Work attention_backward_rows_work(const NsaShape& s, double real) {
     const double rows = double(s.query_rows()), branches = s.full ? 1 : 3;
@@ -330,6 +339,13 @@ struct Timed : Dev {
             attention_forward(CMP, out, lse, q, kc, vc, nullptr, s);
             if (selection) select_blocks(selection, chosen_importance, q, kc, lse, s);
         }
+    }
+    void attend_and_combine(const LayerOutputs<real, Stat>& out, const LayerInputs<real, Stat>& in, const NsaShape& s) {
+        if constexpr (!Dev::on_host)
+            if (!this->plain_attention)
+                return clock(s.full ? "attention_forward, full attention" : "attention_forward, selected, window, sum",
+                             attend_and_combine_work(s, sizeof(real)), [&] { Dev::attend_and_combine(out, in, s); });
+        combine_by_branches(*this, out, in, s);
     }
     void combine_forward(real* out, const real* o, const Stat* gate, const NsaShape& s) {
         clock("combine_forward", combine_forward_work(s, sizeof(real)), [&] { Dev::combine_forward(out, o, gate, s); });

@@ -341,6 +341,10 @@ __device__ inline RowOfTile row_of_tile(const QueryTile& tile, int row, const At
 __device__ inline long long row_of_query(const QueryTile& tile, int head, int token, const AttentionShape& s) {
     return ((long long)tile.bg * s.heads + head) * s.queries + tile.j0 + token;
 }
+// How many rows of arrays [branches, B, H, queries] lie before those of a branch, in arrays that begin with `first`.
+__device__ inline size_t rows_before_branch(Branch branch, int first, const AttentionShape& s) {
+    return size_t(branch - first) * s.batch_groups * s.heads * s.queries;
+}
 // Where the tile's first row begins in q [B, H, queries, D] and in dout [B, queries, H, D]
 template <int D>
 __device__ inline size_t q_offset(const QueryTile& tile, const AttentionShape& s) {
@@ -515,13 +519,12 @@ struct QueryRows {
     bf16 *k_tiles, *v_tiles, *q_tile, *dout_tile;
     uint32_t* used;  // tiles of keys of the selected branch
 
-    // Starts to copy them. dout: not read in the forward pass. selects: finds the tiles that the selected branch uses.
-    __device__ QueryRows(const bf16* q, const bf16* dout, bool selects, const uint32_t* all_selections,
-                         const AttentionShape& s) {
+    // Where they are. Every branch asks again, so that the walks of others need not keep it in registers.
+    __device__ explicit QueryRows(const AttentionShape& s) {
+        const Indices again = indices_again();
+        tile = query_tile(s, int(again.block));
+        first_row = int(again.thread) / 32 * 16 * M;
         DynamicShared shared;
-        tile = query_tile(s);
-        first_row = threadIdx.x / 32 * 16 * M;
-        const int rows = blockDim.x / 32 * 16 * M;
         k_tiles = shared.take<bf16>(BUFFERS * KEY_TILE * D);
         v_tiles = shared.take<bf16>(BUFFERS * KEY_TILE * D);
         const int tile_rows =  // a constant where it is in an address of the walk
@@ -529,7 +532,12 @@ struct QueryRows {
         q_tile = shared.take<bf16>(tile_rows * D);
         dout_tile = nullptr;
         if constexpr (BACKWARD) dout_tile = shared.take<bf16>(tile_rows * D);
-        used = shared.take<uint32_t>(selects ? tile_words(s.key_stride) : 0);
+        used = shared.take<uint32_t>(tile_words(s.first + s.queries));
+    }
+    // Starts to copy them. dout: not read in the forward pass. selects: finds the tiles that the selected branch uses.
+    __device__ void copy(const bf16* q, const bf16* dout, bool selects, const uint32_t* all_selections,
+                         const AttentionShape& s) const {
+        const int rows = blockDim.x / 32 * 16 * M;
         if (selects)  // first, since its loads have nothing to do meanwhile but to wait
             find_used_key_tiles(used, all_selections + (size_t(tile.bg) * s.queries + tile.j0) * s.words, tile.tokens,
                                 end_of_key_tiles<SLC>(tile, s), s);
@@ -570,12 +578,12 @@ struct QueryRows {
         constexpr int rows = by == WARPGROUP ? WARPGROUP_ROWS : 16 * M;
         return unsigned((s.heads * s.tile_tokens + rows - 1) / rows * (rows / (16 * M)) * 32);
     }
-    // Of shared memory; selects: there is a selected branch.
-    static size_t bytes(const AttentionShape& s, bool selects) {
+    // Of shared memory.
+    static size_t bytes(const AttentionShape& s) {
         const size_t query_tile = size_t(s.query_rows) * D * sizeof(bf16);
         const size_t key_tiles = BUFFERS * KEY_TILE * D * sizeof(bf16);
         const size_t bytes = shared_bytes({key_tiles, key_tiles, query_tile, BACKWARD ? query_tile : 0,
-                                           selects ? tile_words(s.key_stride) * sizeof(uint32_t) : 0});
+                                           tile_words(s.first + s.queries) * sizeof(uint32_t)});
         check_shared_bytes(bytes, D);
         return bytes;
     }
@@ -591,17 +599,11 @@ struct QueryBlock : QueryRows<D, BACKWARD, by> {
     const uint32_t* selection;  // of the tile's tokens
     KeyBuffers<D, BACKWARD, by> keys;
 
-    __device__ QueryBlock(const Rows& rows, const bf16* k, const bf16* v, const uint32_t* all_selections,
-                          const AttentionShape& s)
-        : Rows(rows) {
-        if (BACKWARD) {  // computed again, so that the walks of other branches need not keep it
-            const Indices again = indices_again();
-            tile = query_tile(s, int(again.block));
-            this->first_row = int(again.thread) / 32 * 16 * M;
-        }
+    __device__ QueryBlock(const bf16* k, const bf16* v, const uint32_t* all_selections, const AttentionShape& s)
+        : Rows(s) {
         selection = branch == SLC ? all_selections + (size_t(tile.bg) * s.queries + tile.j0) * s.words : nullptr;
         end_tile = end_of_key_tiles<branch>(tile, s);
-        keys = {rows.k_tiles, rows.v_tiles, k, v, tile.bg * s.key_stride};
+        keys = {this->k_tiles, this->v_tiles, k, v, tile.bg * s.key_stride};
     }
     // Starts to copy the first tile of keys, which it returns, and waits for the queries.
     __device__ int start(const AttentionShape& s) {

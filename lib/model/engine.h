@@ -209,22 +209,22 @@ struct Members : Formats<Dev> {
           (real * dk, real* dv, const PhiGradients& dphi, real* dout, const real* hidden, const real* k, const real* v,
            const Phis& phi, const NsaShape& s));
 
-    // ----- attention. out [B, H, queries, D] =, lse [B, H, queries] =; without a key out is 0 and lse +infinity. k, v
-    // [B, G, s.key_stride(branch), D]. selection [B, G, queries, words]: null but in SLC.
-    NEEDS(void, attention_forward,
-          (Branch branch, real* out, Stat* lse, const real* q, const real* k, const real* v, const uint32_t* selection,
-           const NsaShape& s));
-    // Equal importances go to the lower block. selection may be null, and so may chosen_importance [B, G, queries].
+    // ----- attention. The compressed branch: out [B, H, queries, D] =, lse [B, H, queries] =; without a key out is 0
+    // and lse +infinity. kc, vc [B, G, s.key_stride(CMP), D]. Equal importances go to the lower block. selection [B, G,
+    // queries, words] may be null, and so may chosen_importance [B, G, queries].
     NEEDS(void, attend_and_select,
           (real * out, Stat* lse, uint32_t* selection, Stat* chosen_importance, const real* q, const real* kc,
            const real* vc, const NsaShape& s));
+    // The other branches of the shape, and then the gated sum of all.
+    using Inputs = LayerInputs<real, Stat>;
+    using Outputs = LayerOutputs<real, Stat>;
+    NEEDS(void, attend_and_combine, (const Outputs& out, const Inputs& in, const NsaShape& s));
     // out [B*queries, H*D] =. o [branches, B, H, queries, D]. In full attention `gate` may be anything.
     NEEDS(void, combine_forward, (real * out, const real* o, const Stat* gate, const NsaShape& s));
     // The backward pass of all branches of a layer: all of d =, dk and dv 0 for keys that nobody sees, lse_gated
     // +infinity where a gate is 0; dgate stays in full attention. Without d.dq the gradient of q is turned back and
     // stored in d.dprojected. Training shapes.
     using ToBackward = LayerGradients<real, Stat>;
-    using Inputs = LayerInputs<real, Stat>;
     NEEDS(void, branches_backward, (const ToBackward& d, const Inputs& in, const NsaShape& s));
     NEEDS(bool, wants_dq, (const NsaShape& s));  // whether it has to be given d.dq
 
@@ -326,6 +326,18 @@ constexpr bool fulfils() {
 template <class Dev>
 constexpr bool is_engine = contract::fulfils<Dev>();
 
+// attend_and_combine of an engine that has attention_forward, which see nsa_cpu.h.
+template <class Dev, class real, class Stat>
+void combine_by_branches(Dev& dev, const LayerOutputs<real, Stat>& out, const LayerInputs<real, Stat>& in,
+                         const NsaShape& s) {
+    for (const Branch branch : {SLC, WIN}) {
+        const size_t row = size_t(s.branch_slot(branch)) * s.query_rows();
+        if (s.has(branch))
+            dev.attention_forward(branch, out.o + row * size_t(s.D), out.lse + row, in.q, in.k[branch], in.v[branch],
+                                  branch == SLC ? in.selection : nullptr, s);
+    }
+    dev.combine_forward(out.attn, out.o, in.gate, s);
+}
 // branches_backward of an engine that has attention_backward_rows and attention_backward, which see nsa_cpu.h, and is
 // given dq.
 template <class Dev, class real, class Stat>

@@ -151,9 +151,16 @@ struct BackwardArrays {
     const Stat *row_dot, *lse_gated;
 };
 
-// What a layer's backward pass of attention reads, by branch where it is an array: o [branches, B, H, T, D], gate and
-// lse [branches, B, H, T], dout [B*T, H*D] and what attention_forward read. In full attention the gate is 1 and `gate`
-// null.
+// What a layer's attention writes: the gated sum attn [B*queries, H*D], and of its branches o [branches, B, H, queries,
+// D] and lse [branches, B, H, queries].
+template <class T, class Stat>
+struct LayerOutputs {
+    T *attn, *o;
+    Stat* lse;
+};
+// What a layer's attention reads, by branch where it is an array: q, keys and values as above, gate [branches, B, H,
+// queries], and in the backward pass o and lse, which the forward pass wrote, and dout [B*T, H*D]. In full attention
+// the gate is 1 and `gate` null.
 template <class T, class Stat>
 struct LayerInputs {
     const T *q, *k[BRANCHES], *v[BRANCHES];

@@ -324,6 +324,10 @@ class OpenCl {
         over(count, "block_importance", importance, q, kc, lse, float(s.scale()), s.slc_blocks(), s);
         over(queries, "select_blocks", selection, chosen_importance, importance, s.slc_blocks(), s);
     }
+    void attend_and_combine(const LayerOutputs<float, float>& out, const LayerInputs<float, float>& in,
+                            const NsaShape& s) {
+        combine_by_branches(*this, out, in, s);
+    }
     void combine_forward(float* out, In o, In gate, const NsaShape& s) {
         over(s.query_rows() * s.D, "combine_forward", out, o, gate, s);
     }

@@ -467,23 +467,96 @@ inline NsaShape from(NsaShape s, int first, int queries) {
     return s;
 }
 
-// The backward pass of all branches of a layer together, as the model has it: dq, and where it is not asked for q's
-// columns of dprojected, which are the sum of what the branches give, turned back.
-inline void check_all_branches(Cuda& dev, const NsaShape& s, SelectedKernel selected, bool warpgroups, Worst* worst) {
-    dev.selected_kernel = selected, dev.warpgroups = warpgroups;
-    const size_t D = size_t(s.D), rows = s.query_rows(), all_rows = s.branches() * rows, P = size_t(s.projected());
-    std::vector<double> o(all_rows * D), lse(all_rows), gate(all_rows), dq(rows * D), dq_limit(rows * D);
+// What a layer's attention reads, on the device, and by branch, WIN, SLC and CMP, which share q and dout, its inputs
+// and what is expected of it; of some of the queries there is no backward pass.
+struct LayerArrays {
     std::vector<Inputs> inputs;
     std::vector<Expected> expected;
-    for (const Branch branch : {WIN, SLC, CMP}) {
-        if (!s.has(branch)) continue;
-        inputs.emplace_back(s, branch, 1.0, 77);
-        Inputs& in = inputs.back();
-        in.q = inputs[0].q, in.dout = inputs[0].dout;
-        expected.push_back(expected_forward(in));
-        Expected& e = expected.back();
-        expect_backward(e, in, !s.full);
-        const size_t at = size_t(s.branch_slot(branch)) * rows;
+    std::vector<std::unique_ptr<DeviceArray<bf16>>> arrays;
+    DeviceArray<uint32_t> selection;
+    LayerInputs<bf16, float> in = {};
+    static std::vector<Inputs> make_inputs(const NsaShape& s) {
+        std::vector<Inputs> inputs;
+        for (const Branch branch : {WIN, SLC, CMP}) {
+            if (!s.has(branch)) continue;
+            inputs.emplace_back(s, branch, 1.0, 77);
+            inputs.back().q = inputs[0].q, inputs.back().dout = inputs[0].dout;
+        }
+        return inputs;
+    }
+    explicit LayerArrays(const NsaShape& s)
+        : inputs(make_inputs(s)), selection(s.full ? std::vector<uint32_t>(1) : inputs[1].selection) {
+        in.q = add(inputs[0].q), in.dout = add(inputs[0].dout), in.selection = selection.data;
+        for (const Inputs& x : inputs) {
+            in.k[x.branch] = add(x.k), in.v[x.branch] = add(x.v);
+            expected.push_back(expected_forward(x));
+            if (s.queries == s.T) expect_backward(expected.back(), x, !s.full);
+        }
+    }
+    bf16* add(const std::vector<double>& x) {
+        arrays.push_back(std::make_unique<DeviceArray<bf16>>(x));
+        return arrays.back()->data;
+    }
+};
+// The forward pass of a layer behind its compressed branch: o and lse of the other branches, and the gated sum of all
+// outputs as they were stored.
+inline void check_attend_and_combine(Cuda& dev, const NsaShape& s, const LayerArrays& layer, Worst* worst) {
+    const std::vector<Expected>& expected = layer.expected;
+    const size_t D = size_t(s.D), rows = s.query_rows(), all_rows = s.branches() * rows;
+    std::vector<double> o(all_rows * D, std::nan("")), o_limit(o.size(), 0), lse(all_rows, 0), lse_limit(lse),
+        gate(all_rows);
+    for (size_t i = 0; i < all_rows; i++)
+        gate[i] = s.full ? 1 : float(random_uniform(3, random_stream(RANDOM_TEST, 80), i));
+    const auto place = [&](std::vector<double>& to, const std::vector<double>& part, Branch branch) {
+        std::copy(part.begin(), part.end(),
+                  to.begin() + ptrdiff_t(size_t(s.branch_slot(branch)) * rows * (part.size() / rows)));
+    };
+    if (!s.full) {
+        std::vector<double> compressed;
+        for (double x : expected[2].out) compressed.push_back(bf16_value(x));
+        place(o, compressed, CMP);
+    }
+    const DeviceArray<bf16> found_o(o), attn(rows * D);
+    const DeviceArray<float> found_lse(lse), gates(gate);
+    for (size_t i = 0; i < expected.size(); i++) {
+        const Branch branch = layer.inputs[i].branch;
+        if (branch == CMP) continue;
+        place(o, expected[i].out, branch);
+        place(o_limit, expected[i].out_limit, branch), place(lse, expected[i].lse, branch);
+        place(lse_limit, expected[i].lse_limit, branch);
+    }
+    LayerInputs<bf16, float> in = layer.in;
+    in.gate = s.full ? nullptr : gates.data;
+    CUDA_CHECK(cudaDeviceSynchronize());  // the arrays were copied on another stream
+    dev.attend_and_combine({attn.data, found_o.data, found_lse.data}, in, s);
+    const std::vector<double> stored = found_o.download();
+    check_within("o", s, stored, o, o_limit, &worst->out);
+    check_within("lse", s, found_lse.download(), lse, lse_limit, &worst->lse);
+    std::vector<double> sum(rows * D, 0), sum_limit(rows * D, TINY16);
+    for_rows(s, [&](size_t bg, int head, int t, size_t row) {
+        const size_t to = ((bg / s.G * s.queries + t - s.first) * s.H + head) * D;
+        for (size_t x = 0; x < D; x++) {
+            double magnitude = 0;
+            for (size_t i = row; i < all_rows; i += rows) {
+                sum[to + x] += gate[i] * stored[i * D + x];
+                magnitude += std::fabs(gate[i] * stored[i * D + x]);
+            }
+            sum_limit[to + x] += 2 * s.branches() * E32 * magnitude + U16 * std::fabs(sum[to + x]);
+        }
+    });
+    check_within("attn", s, attn.download(), sum, sum_limit, &worst->out);
+}
+
+// The backward pass of all branches of a layer together, as the model has it: dq, and where it is not asked for q's
+// columns of dprojected, which are the sum of what the branches give, turned back.
+inline void check_branches_backward(Cuda& dev, const NsaShape& s, LayerArrays& layer, Worst* worst) {
+    const size_t D = size_t(s.D), rows = s.query_rows(), all_rows = s.branches() * rows, P = size_t(s.projected());
+    std::vector<double> o(all_rows * D), lse(all_rows), gate(all_rows), dq(rows * D), dq_limit(rows * D);
+    const std::vector<Expected>& expected = layer.expected;
+    for (size_t branch = 0; branch < expected.size(); branch++) {
+        const Inputs& in = layer.inputs[branch];
+        const Expected& e = expected[branch];
+        const size_t at = size_t(s.branch_slot(in.branch)) * rows;
         std::copy(e.o.begin(), e.o.end(), o.begin() + ptrdiff_t(at * D));
         std::copy(e.lse_given.begin(), e.lse_given.end(), lse.begin() + ptrdiff_t(at));
         std::copy(e.gate.begin(), e.gate.end(), gate.begin() + ptrdiff_t(at));
@@ -492,31 +565,23 @@ inline void check_all_branches(Cuda& dev, const NsaShape& s, SelectedKernel sele
             dq[i] += e.dq[i];
         }
     }
-    const DeviceArray<bf16> q(inputs[0].q), dout(inputs[0].dout), outputs(o);
+    const DeviceArray<bf16> outputs(o);
     const DeviceArray<float> lses(lse), gates(gate), found_dq(rows * D), dgate(all_rows), row_dot(all_rows),
         lse_gated(all_rows);
-    const DeviceArray<uint32_t> selection(s.full ? std::vector<uint32_t>(1) : inputs[1].selection);
     const std::vector<double> before(size_t(s.B) * s.T * P, 3);
     const DeviceArray<bf16> dprojected(before);
-    LayerInputs<bf16, float> in = {
-        q.data, {}, {}, selection.data, dout.data, outputs.data, s.full ? nullptr : gates.data, lses.data};
+    LayerInputs<bf16, float> in = layer.in;
+    in.o = outputs.data, in.gate = s.full ? nullptr : gates.data, in.lse = lses.data;
     LayerGradients<bf16, float> d = {nullptr, found_dq.data, {}, {}, dgate.data, row_dot.data, lse_gated.data};
-    std::vector<std::unique_ptr<DeviceArray<bf16>>> arrays;
-    const auto add_array = [&](const std::vector<double>& x) {
-        arrays.push_back(std::make_unique<DeviceArray<bf16>>(x));
-        return arrays.back()->data;
-    };
-    for (const Inputs& x : inputs) {
-        in.k[x.branch] = add_array(x.k), in.v[x.branch] = add_array(x.v);
-        d.dk[x.branch] = add_array(x.k), d.dv[x.branch] = add_array(x.v);
-    }
+    const size_t first_gradient = layer.arrays.size();
+    for (const Inputs& x : layer.inputs) d.dk[x.branch] = layer.add(x.k), d.dv[x.branch] = layer.add(x.v);
     CUDA_CHECK(cudaDeviceSynchronize());  // the arrays were copied on another stream
     dev.branches_backward(d, in, s);
     check_within("dq", s, found_dq.download(), dq, dq_limit, &worst->dq);
-    for (size_t i = 0; i < inputs.size(); i++) {
-        const auto found = [&](size_t which) { return arrays[4 * i + which]->download(); };
-        check_within("dk", s, found(2), expected[i].dk, expected[i].dk_limit, &worst->dk);
-        check_within("dv", s, found(3), expected[i].dv, expected[i].dv_limit, &worst->dv);
+    for (size_t i = 0; i < expected.size(); i++) {
+        const auto found = [&](size_t which) { return layer.arrays[first_gradient + 2 * i + which]->download(); };
+        check_within("dk", s, found(0), expected[i].dk, expected[i].dk_limit, &worst->dk);
+        check_within("dv", s, found(1), expected[i].dv, expected[i].dv_limit, &worst->dv);
     }
     d.dprojected = dprojected.data, d.dq = nullptr;
     dev.branches_backward(d, in, s);
@@ -536,9 +601,15 @@ inline void check_all_branches(const std::vector<NsaShape>& shapes) {
     Cuda dev(0, size_t(1) << 20);
     for (NsaShape s : shapes) {
         s.slc_count = s.slc_blocks();  // a query may choose them all
-        for (const SelectedKernel selected : {SelectedKernel::TILES, SelectedKernel::GATHER})
-            for (const bool warpgroups : {false, true})
-                if (!warpgroups || device_has_warpgroups(s.D)) check_all_branches(dev, s, selected, warpgroups, &worst);
+        LayerArrays layer(s);
+        for (const SelectedKernel selected : {SelectedKernel::AUTO, SelectedKernel::TILES, SelectedKernel::GATHER})
+            for (const bool warpgroups : {false, true}) {
+                if (warpgroups && !device_has_warpgroups(s.D)) continue;
+                dev.selected_kernel = selected, dev.warpgroups = warpgroups;
+                check_attend_and_combine(dev, s, layer, &worst);
+                if (selected != SelectedKernel::AUTO && s.queries == s.T)
+                    check_branches_backward(dev, s, layer, &worst);
+            }
     }
     worst.print("all branches");
 }
@@ -559,7 +630,8 @@ TEST(attention_kernels_heads) {
 TEST(attention_kernels_all_branches) {
     using namespace attention_tests;
     check_all_branches({compressed(shape(100, 6, 2, 64, 2), 8, 4), shape(20, 2), windowed(shape(130, 6), 50),
-                        windowed(shape(130, 6), 50, true)});
+                        windowed(shape(130, 6), 50, true), from(shape(200, 6, 2, 64, 2), 130, 1),
+                        from(shape(200, 6, 2, 64, 2), 100, 70)});
 }
 TEST(attention_kernels_branches_of_other_dimensions) {
     using namespace attention_tests;
