@@ -13,7 +13,6 @@
 #include "../base/util.h"
 #include "../data/vocabulary.h"
 #include "../run/help.h"
-#include "page.h"
 
 EMBED_FILE(report_page, "lib/report/html/report.html")
 
@@ -122,35 +121,11 @@ static Json series_json(const LogSeries& series) {
     return points;
 }
 
-// The mean over the layers that have this number; the points are those of the layer with the fewest.
-static LogSeries mean_over_layers(const RunHistory& run, const std::string& name) {
-    LogSeries mean;
-    size_t found = 0;
-    for (size_t i = 0; i < run.layers(); i++) {
-        const LogSeries& series = run.series(name + "/layer_" + std::to_string(i));
-        if (series.empty()) continue;
-        if (found++ == 0) {
-            mean = series;
-            continue;
-        }
-        mean.resize(std::min(mean.size(), series.size()));
-        for (size_t k = 0; k < mean.size(); k++) mean[k].value += series[k].value;
-    }
-    for (LogPoint& p : mean) p.value /= double(found);
-    return mean;
-}
-
-// Of several runs the numbers of a layer are drawn as their mean.
+// Of several runs the layers are not drawn.
 static Json numbers_json(const RunHistory& run, bool alone) {
-    std::map<std::string, LogSeries> numbers;
-    for (const auto& [name, series] : run.numbers) {
-        const size_t end = name.find("/layer_");
-        if (alone || end == std::string::npos) numbers[name] = series;
-        else if (!numbers.count(name.substr(0, end)))
-            numbers[name.substr(0, end)] = mean_over_layers(run, name.substr(0, end));
-    }
     Json all(Json::Object);
-    for (const auto& [name, series] : numbers) all.add(name, series_json(series));
+    for (const auto& [name, series] : run.numbers)
+        if (alone || name.find("/layer_") == std::string::npos) all.add(name, series_json(series));
     return all;
 }
 

@@ -14,6 +14,13 @@ std::vector<ReportRow> list_numbers(const std::vector<RunHistory>& runs, double 
 // At most 600 points, or 600 pairs of the lowest and the highest of as many neighbours, which draw the same picture.
 LogSeries thin_out(const LogSeries& series);
 
+// A page of html/ with its numbers. Any '<' in the JSON could end the script that holds it, or hide its end; as \u003c
+// it is the same JSON.
+inline std::string fill_page(std::string page, std::string json) {
+    for (size_t at = 0; (at = json.find('<', at)) != std::string::npos;) json.replace(at, 1, "\\u003c");
+    const std::string place = "@JSON@";
+    return page.replace(page.find(place), place.size(), json);
+}
 std::string make_report_page(const std::vector<RunHistory>& runs, double now);
 
 // Multiples of 1, 2 or 5 times a power of ten, at most max_steps + 1 of them.

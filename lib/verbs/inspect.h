@@ -17,7 +17,7 @@
 #include "../run/prompts.h"
 #include "../model/shape.h"
 #include "../data/tokenize.h"
-#include "../report/page.h"
+#include "../report/report.h"
 #include "trained_model.h"
 
 EMBED_FILE(inspect_page, "lib/report/html/inspect.html")
