@@ -16,28 +16,6 @@ static int64_t largest_batch(int64_t batch, int64_t samples, double available,
     return batch;
 }
 
-// Fails if this run does not fit, and says what would. needed(batch, recompute): MiB of a rank; fixed: those of its
-// parameters, gradients and moments; samples: of a rank and step, which micro-batches divide.
-static void require_batch_fits(const ModelConfig& c, double fixed, double available, int64_t samples,
-                               const std::function<double(int64_t, int64_t)>& needed) {
-    if (needed(c.batch, c.recompute) <= available) return;
-    std::string advice;
-    const auto propose = [&](const std::string& text) { advice += (advice.empty() ? "" : ", or ") + text; };
-    const auto smaller = [&](int64_t recompute) {
-        return largest_batch(c.batch - 1, samples, available, [&](int64_t b) { return needed(b, recompute); });
-    };
-    for (int64_t level = c.recompute + 1; level <= 2 && advice.empty(); level++)
-        if (needed(c.batch, level) <= available) propose(format_text("--recompute %lld", (long long)level));
-    if (const int64_t batch = smaller(c.recompute)) propose(format_text("--batch %lld", (long long)batch));
-    if (advice.empty() && c.recompute < 2)
-        if (const int64_t batch = smaller(2)) propose(format_text("--batch %lld with --recompute 2", (long long)batch));
-    fail(
-        "--batch %lld and --seq-len %lld need %.0f MiB per rank, of which %.0f MiB are parameters, gradients and "
-        "moments; %.0f MiB are available: choose %s",
-        (long long)c.batch, (long long)c.seq_len, needed(c.batch, c.recompute), fixed, available,
-        advice.empty() ? "a smaller --seq-len or model" : advice.c_str());
-}
-
 bool fit_batch(ModelConfig& c, const World& world, bool batch_is_given, double fixed, double available,
                const std::function<double(int64_t, int64_t)>& needed) {
     const int64_t samples = c.total_batch / c.seq_len / world.size;
@@ -49,8 +27,19 @@ bool fit_batch(ModelConfig& c, const World& world, bool batch_is_given, double f
                         counted(fits, "sequence").c_str(), (long long)c.batch, available);
         c.batch = fits;
     }
-    require_batch_fits(c, fixed, available, samples, needed);
-    return needed(c.batch, c.recompute) > 0.75 * available;
+    const double needs = needed(c.batch, c.recompute);
+    if (needs <= available) return needs > 0.75 * available;
+    // the lowest level at which this micro-batch fits, else a smaller one at the highest
+    std::string advice = "a smaller --seq-len or model";
+    for (int64_t level = 2; level >= c.recompute; level--) {
+        const int64_t batch = largest_batch(c.batch, samples, available, [&](int64_t b) { return needed(b, level); });
+        if (batch == c.batch || (batch > 0 && level == 2))
+            advice = format_text("--batch %lld --recompute %lld", (long long)batch, (long long)level);
+    }
+    fail(
+        "--batch %lld and --seq-len %lld need %.0f MiB per rank, of which %.0f MiB are parameters, gradients and "
+        "moments; %.0f MiB are available: choose %s",
+        (long long)c.batch, (long long)c.seq_len, needs, fixed, available, advice.c_str());
 }
 
 void print_memory(double fixed_mib, const MemoryPlan& plan, bool in_full) {

@@ -278,14 +278,14 @@ TEST(what_does_not_fit_is_refused_with_what_would) {
         const size_t at = text.find("choose ");
         return at == std::string::npos ? text : text.substr(at + 7);
     };
-    CHECK_EQUAL(advice(needed(8, 1), "--batch 8"), "--recompute 1, or --batch 4");  // 4096 tokens a step are 8 samples
-    CHECK_EQUAL(advice(needed(8, 2), "--batch 8"), "--recompute 2, or --batch 4");
-    CHECK_EQUAL(advice(needed(8, 2), "--batch 8 --recompute 1"), "--recompute 2, or --batch 4");
-    CHECK_EQUAL(advice(needed(4, 2), "--batch 8 --recompute 2"), "--batch 4");
-    CHECK_EQUAL(advice(needed(1, 2), "--batch 8"), "--batch 1 with --recompute 2");
+    CHECK_EQUAL(advice(needed(8, 1), "--batch 8"), "--batch 8 --recompute 1");
+    CHECK_EQUAL(advice(needed(8, 2), "--batch 8"), "--batch 8 --recompute 2");
+    CHECK_EQUAL(advice(needed(8, 2), "--batch 8 --recompute 1"), "--batch 8 --recompute 2");
+    CHECK_EQUAL(advice(needed(4, 2), "--batch 8 --recompute 2"), "--batch 4 --recompute 2");
+    CHECK_EQUAL(advice(needed(1, 2), "--batch 8"), "--batch 1 --recompute 2");
     CHECK_EQUAL(advice(needed(1, 2) - 1, "--batch 8"), "a smaller --seq-len or model");
     // 14 samples a step: 7, not 6
-    CHECK_EQUAL(advice(needed(7, 2), "--batch 14 --total-batch 7168 --recompute 2"), "--batch 7");
+    CHECK_EQUAL(advice(needed(7, 2), "--batch 14 --total-batch 7168 --recompute 2"), "--batch 7 --recompute 2");
     // A micro-batch that nobody gave becomes the largest that fits, as long as one does.
     const auto taken = [&](double available) {
         dev.available = available;
@@ -296,7 +296,7 @@ TEST(what_does_not_fit_is_refused_with_what_would) {
     CHECK_EQUAL(taken(needed(14, 0)), int64_t(14));
     CHECK_EQUAL(taken(needed(14, 0) - 1), int64_t(7));
     CHECK_EQUAL(taken(needed(1, 0)), int64_t(1));
-    CHECK_FAILS(1, "choose --batch 1 with --recompute 2", taken(needed(1, 0) - 1));
+    CHECK_FAILS(1, "choose --batch 1 --recompute 2", taken(needed(1, 0) - 1));
 }
 
 TEST(samples_that_cannot_be_made_are_refused) {
