@@ -316,6 +316,11 @@ class FileWriter {
             bytes_written_to_files.fetch_add(n, std::memory_order_relaxed);
         }
     }
+    // Other bytes in place of the file's first ones, which the record does not know.
+    void write_again(const void* data, uint64_t bytes) {
+        if (lseek(fd, 0, SEEK_SET) != 0) fail("cannot seek in %s: %s", path.c_str(), std::strerror(errno));
+        write_all(fd, data, bytes, path);
+    }
     // A failed fsync is final: the kernel may have dropped the pages, so a second fsync could report success for data
     // that is lost.
     FileRecord close() {

@@ -77,8 +77,8 @@ class PrefixLock {
 
 // Writes <prefix>_<split>_000000.bin and so on, counting from first_index, with shard_tokens tokens in each file but
 // the last; a document may straddle two files. A shard gets its name once it is complete: it grows as <name>.tmp and is
-// renamed after its header has been filled in and synced. A writer that ends without close() removes its unfinished
-// file. A shard that exists already is never replaced: the writer fails. Its caller holds the PrefixLock.
+// renamed after its header has been filled in and synced. A writer that ends without close() leaves no unfinished file.
+// A shard that exists already is never replaced: the writer fails. Its caller holds the PrefixLock.
 class ShardWriter {
   public:
     ShardWriter(std::string prefix, std::string split, int first_index, uint64_t shard_tokens, int vocab_size,
@@ -91,15 +91,12 @@ class ShardWriter {
           vocab_digest(vocab_digest) {
         make_folders(folder_of(this->prefix));
     }
-    ShardWriter(const ShardWriter&) = delete;
-    ShardWriter& operator=(const ShardWriter&) = delete;
-    ~ShardWriter() { discard(); }
 
     void write(const uint16_t* tokens, size_t n) {
         while (n > 0) {
             if (!file) open_shard();
             const size_t part = size_t(std::min<uint64_t>(n, shard_tokens - in_shard));
-            if (std::fwrite(tokens, sizeof(uint16_t), part, file) != part) fail_write();
+            file->write(tokens, part * sizeof *tokens);
             tokens += part;
             n -= part;
             in_shard += part;
@@ -120,9 +117,9 @@ class ShardWriter {
     int index;
     uint64_t shard_tokens;
     int vocab_size;
-    uint32_t vocab_digest;      // see Tokenizer::digest
-    std::string path;           // of the open shard, without .tmp
-    std::FILE* file = nullptr;  // null between shards
+    uint32_t vocab_digest;             // see Tokenizer::digest
+    std::string path;                  // of the open shard, without .tmp
+    std::unique_ptr<FileWriter> file;  // null between shards
     uint64_t in_shard = 0, total = 0;
 
     void open_shard() {
@@ -133,43 +130,23 @@ class ShardWriter {
         if (file_exists(path))
             fail("%s exists already: remove the old shards or choose another output name", path.c_str());
         std::remove((path + ".tmp").c_str());  // of a writer that was killed
-        file = std::fopen((path + ".tmp").c_str(), "wbx");
-        if (!file) fail("cannot create %s.tmp: %s", path.c_str(), std::strerror(errno));
+        file = std::make_unique<FileWriter>(path + ".tmp");
         in_shard = 0;
         write_header(0);  // no valid shard until finish_shard() writes the count
     }
 
     void write_header(int32_t tokens) {
         const int32_t header[256] = {SHARD_MAGIC, SHARD_VERSION, tokens, vocab_size, int32_t(vocab_digest)};
-        if (std::fwrite(header, 1, SHARD_HEADER_BYTES, file) != SHARD_HEADER_BYTES) fail_write();
+        if (tokens) file->write_again(header, SHARD_HEADER_BYTES);
+        else file->write(header, SHARD_HEADER_BYTES);
     }
 
     void finish_shard() {
-        if (std::fseek(file, 0, SEEK_SET) != 0) fail_write();
         write_header(int32_t(in_shard));
-        if (std::fflush(file) != 0 || fsync(fileno(file)) != 0) fail_write();
-        std::FILE* whole = file;
-        file = nullptr;
-        if (std::fclose(whole) != 0 || std::rename((path + ".tmp").c_str(), path.c_str()) != 0) {
-            const int error = errno;
-            std::remove((path + ".tmp").c_str());
-            fail("cannot complete %s: %s", path.c_str(), std::strerror(error));
-        }
+        file->close();
+        file.reset();
+        rename_path(path + ".tmp", path);
         index++;
-    }
-
-    [[noreturn]] void fail_write() {
-        const int error = errno;
-        discard();
-        fail("cannot write %s.tmp: %s; shards before this one are complete, this one was removed", path.c_str(),
-             std::strerror(error));
-    }
-
-    void discard() {
-        if (!file) return;
-        std::fclose(file);
-        file = nullptr;
-        std::remove((path + ".tmp").c_str());
     }
 };
 

@@ -95,11 +95,12 @@ TEST(shard_writer_reports_a_full_disk) {
     REQUIRE(getrlimit(RLIMIT_FSIZE, &before) == 0);
     for (const bool at_the_end : {true, false}) {  // seen when the buffer is flushed by close(), and while writing
         const struct rlimit small = {1030, before.rlim_max};
-        std::string error;
-        ShardWriter writer(folder.file("c"), "train", 0, 1 << 20, 256);
         setrlimit(RLIMIT_FSIZE, &small);
-        error = error_of([&] { writer.write(tokens.data(), at_the_end ? 10 : tokens.size()); });
-        if (at_the_end && error.empty()) error = error_of([&] { writer.close(); });
+        const std::string error = error_of([&] {
+            ShardWriter writer(folder.file("c"), "train", 0, 1 << 20, 256);
+            writer.write(tokens.data(), at_the_end ? 10 : tokens.size());
+            writer.close();
+        });
         setrlimit(RLIMIT_FSIZE, &before);
         CHECK(holds(error, "c_train_000000.bin.tmp: File too large"));
         CHECK(!file_exists(path) && !file_exists(path + ".tmp"));
