@@ -32,12 +32,11 @@ struct TokenizeConfig {
     // --split-documents: what separates the documents of a .txt, with escapes \n \r \t \0 \\; empty: the file is one
     // document
     std::string split_documents;
-    std::string text_key = "text";        // of a line of .jsonl
-    double val_fraction = 0.01;           // the validation shards' share of the tokens, 0 to 1
-    std::string val_documents = "drawn";  // which: drawn by the seed, or last
-    int64_t shard_tokens = 100000000;     // of one file
-    int64_t size = 8192;                  // of vocabulary: all tokens, with the 256 bytes and end-of-text
-    bool skip_bad = false;                // what cannot be read is passed over and counted: files, lines of .jsonl
+    std::string text_key = "text";     // of a line of .jsonl
+    double val_fraction = 0.01;        // the validation shards' share of the tokens, 0 to 1
+    int64_t shard_tokens = 100000000;  // of one file
+    int64_t size = 8192;               // of vocabulary: all tokens, with the 256 bytes and end-of-text
+    bool skip_bad = false;             // what cannot be read is passed over and counted: files, lines of .jsonl
 };
 
 struct TokenizeOptions : TokenizeConfig {
@@ -362,39 +361,27 @@ struct TextFile {
     }
 };
 
-// A whole file of text, or stdin where the path is "-".
-struct WholeText {
-    std::string text;
-    bool is_jsonl;
-    size_t mark_bytes;  // of a byte order mark, which is not in the text
-};
-inline WholeText whole_text(const std::string& path, const std::string& reader) {
-    TextInput input;
-    input.is_stdin = path == "-";
-    input.is_jsonl = has_ending(path, ".jsonl");
-    if (!file_exists(path) && path.find_first_of("*?[") != std::string::npos)
-        fail("cannot open %s: no file has this name; patterns are the shell's, without quotes", path.c_str());
-    if (!input.is_stdin) text_file_size(input.path = path);
-    TextFile file(input, reader);
-    if (input.is_stdin) input.is_jsonl = file.begins_with_brace();
-    while (!file.at_end) file.read_more(1 << 16);
-    return {std::move(file.rest), input.is_jsonl, file.mark_bytes};
-}
-
-// The documents of a file of text: of a .jsonl each line's "text", else all of it.
+// The documents of a file of text, or of stdin where the path is "-": of a .jsonl each line's "text", else all of it.
 struct Documents {
     std::vector<std::string> texts;
     bool is_jsonl;
 };
 inline Documents read_documents(const std::string& path, const std::string& reader) {
-    auto [text, is_jsonl, mark_bytes] = whole_text(path, reader);
-    if (!is_jsonl) return {{std::move(text)}, false};
+    TextInput input;
+    input.is_stdin = path == "-";
+    if (!file_exists(path) && path.find_first_of("*?[") != std::string::npos)
+        fail("cannot open %s: no file has this name; patterns are the shell's, without quotes", path.c_str());
+    if (!input.is_stdin) text_file_size(input.path = path);
+    TextFile file(input, reader);
+    const bool is_jsonl = input.is_stdin ? file.begins_with_brace() : has_ending(path, ".jsonl");
+    while (!file.at_end) file.read_more(1 << 16);
+    if (!is_jsonl) return {{std::move(file.rest)}, false};
     Documents documents = {{}, true};
     TokenBlock block;
     block.path = path == "-" ? "stdin, taken as JSON lines since it begins with {" : path;
     block.text_key = "text";
-    block.first_byte = mark_bytes;
-    block.bytes = std::move(text);
+    block.first_byte = file.mark_bytes;
+    block.bytes = std::move(file.rest);
     for_each_text(
         block, [&](const std::string& document, uint64_t) { documents.texts.push_back(document); },
         [](const Error& e) { fail("%s; take that line out: only tokenize has --skip-bad", e.what()); });
@@ -521,11 +508,10 @@ class TokenSpool {
         tokens += block.tokens.size();
     }
 
-    // The documents in the order in which validation takes them: as the seed draws them, or from the last one on.
-    std::vector<size_t> order(const std::string& which, uint64_t seed) const {
+    // The documents in the order in which validation takes them, as the seed draws them.
+    std::vector<size_t> order(uint64_t seed) const {
         std::vector<size_t> all(documents.size());
         std::iota(all.rbegin(), all.rend(), size_t(0));
-        if (which == "last") return all;
         std::vector<uint64_t> drawn;
         for (const uint64_t hash : hashes) drawn.push_back(random_bits(seed, random_stream(RANDOM_DOCUMENT), hash));
         std::stable_sort(all.begin(), all.end(), [&](size_t a, size_t b) { return drawn[a] < drawn[b]; });
@@ -598,14 +584,6 @@ inline std::vector<ValidationRange> validation_ranges(uint64_t tokens, const std
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-
-// Refuses everything that can be refused before any work is done.
-inline void check_tokenize_options(const TokenizeOptions& options) {
-    if (options.in.empty())
-        fail_usage("tokenize: --in is missing: .txt or .jsonl files, folders, patterns, or - for stdin");
-    if (options.out.empty()) fail_usage("tokenize: --out is missing: the prefix of the shards, such as data/my");
-    require_no_shards(options.out);
-}
 
 // What was found in the files.
 struct TokenizeCounts {
@@ -712,11 +690,8 @@ inline void print_tokenized(const TokenizeOptions& options, const TextInputs& in
                 (unsigned long long)(tokens - marks), (unsigned long long)marks,
                 added ? " (one more, since validation begins inside a document)" : "", (unsigned long long)tokens);
     if (train.tokens() && val.tokens())
-        std::printf("tokenize: validation: %zu of %s, %s%s\n", ranges.size(),
-                    counted(int64_t(documents), "document").c_str(),
-                    options.val_documents == "last"
-                        ? "the last"
-                        : format_text("drawn by --seed %llu", (unsigned long long)options.seed).c_str(),
+        std::printf("tokenize: validation: %zu of %s, drawn by --seed %llu%s\n", ranges.size(),
+                    counted(int64_t(documents), "document").c_str(), (unsigned long long)options.seed,
                     added ? ", one of which was cut: only its end" : "");
     for (const ShardWriter* shards : {&train, &val}) {
         const int64_t n = int64_t(shards->tokens()), files = (n + options.shard_tokens - 1) / options.shard_tokens;
@@ -732,7 +707,10 @@ inline void print_tokenized(const TokenizeOptions& options, const TextInputs& in
 }
 
 inline void tokenize_files(const TokenizeOptions& options) {
-    check_tokenize_options(options);
+    if (options.in.empty())
+        fail_usage("tokenize: --in is missing: .txt or .jsonl files, folders, patterns, or - for stdin");
+    if (options.out.empty()) fail_usage("tokenize: --out is missing: the prefix of the shards, such as data/my");
+    require_no_shards(options.out);
     const std::string separator = read_separator(options.split_documents);
     const TextInputs inputs(options.in, "tokenize", options.skip_bad);
     const Tokenizer tokenizer = Tokenizer::open(options.tokenizer, options.vocab_dir);
@@ -748,8 +726,8 @@ inline void tokenize_files(const TokenizeOptions& options) {
     if (options.prints_summary) warn_of_oddities(options, inputs, counts);
     require_text(options, inputs, documents);
 
-    const std::vector<ValidationRange> ranges = validation_ranges(
-        spool.tokens, spool.documents, spool.order(options.val_documents, options.seed), options.val_fraction);
+    const std::vector<ValidationRange> ranges =
+        validation_ranges(spool.tokens, spool.documents, spool.order(options.seed), options.val_fraction);
     spool.deal(ranges, tokenizer.end_of_text, train, val);
 
     if (!options.prints_summary) return;

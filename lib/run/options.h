@@ -351,8 +351,6 @@ inline const Option OPTIONS[] = {
     {"text-key", TOKENIZE | VOCABULARY, &TokenizeConfig::text_key, "text", ANY, "key of the text in a line of .jsonl"},
     {"val-fraction", TOKENIZE, &TokenizeConfig::val_fraction, "0.01", between(0, 1),
      "share of the tokens that goes to the validation shards"},
-    {"val-documents", TOKENIZE, &TokenizeConfig::val_documents, "drawn", "drawn|last",
-     "which documents those are: drawn by --seed, or the last ones of the files in their order"},
     {"shard-tokens", TOKENIZE, &TokenizeConfig::shard_tokens, "100000000", between(1, 2e9), "tokens per shard"},
     {"split-documents", TOKENIZE | VOCABULARY, &TokenizeConfig::split_documents, "", ANY,
      "text that separates documents inside a .txt"},

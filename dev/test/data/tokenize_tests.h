@@ -15,7 +15,7 @@ struct TokenizeFixture {
         options.tokenizer = "bytes";  // gpt2 at its real size needs the published vocabulary
         options.out = folder.file("shards/x");
         options.threads = 2;
-        options.val_documents = "last";
+        options.val_fraction = 0;
         options.prints_summary = false;
     }
     std::string input(const std::string& name, const std::string& text) {
@@ -91,7 +91,6 @@ TEST(tokenize_has_its_prefix_for_itself) {
     }
     write_file(lock, "");
     write_file(f.options.out + "_train_000001.bin.tmp", "half a shard");
-    f.options.val_fraction = 0;
     tokenize_files(f.options);
     CHECK_EQUAL(f.train(), "|text");
     CHECK_EQUAL(glob_files(f.options.out + "*").size(), size_t(1));
@@ -110,8 +109,7 @@ TEST(tokenize_splits_documents_at_the_separator) {
                                                                          // the last separator
     f.options.split_documents = "\\n\\t--\\n";
     tokenize_files(f.options);
-    CHECK_EQUAL(f.train(), "|one\\n|two");
-    CHECK_EQUAL(f.val(), "|three");
+    CHECK_EQUAL(f.train(), "|one\\n|two|three");
     CHECK_EQUAL(read_separator("a\\\\n\\0\\r"), std::string("a\\n\0\r", 5));
     CHECK_FAILS(2, "the backslash at byte 1 begins none", read_separator("a\\x"));
     CHECK_FAILS(2, "the backslash at byte 0 begins none", read_separator("\\"));
@@ -130,8 +128,7 @@ TEST(tokenize_reads_json_lines) {
         f.options.block_bytes = block_bytes;
         f.options.out = f.folder.file("x" + std::to_string(block_bytes));
         tokenize_files(f.options);
-        CHECK_EQUAL(f.train(), "|a\"b\nc\xC3\xA9|\xF0\x9F\x98\x80|end");
-        CHECK_EQUAL(f.val(), "|text file");
+        CHECK_EQUAL(f.train(), "|a\"b\nc\xC3\xA9|\xF0\x9F\x98\x80|end|text file");
     }
 }
 
@@ -143,7 +140,7 @@ TEST(tokenize_passes_over_a_byte_order_mark) {
     f.options.in.push_back(f.folder.file("b.jsonl"));
     write_file(f.options.in[1], "\xEF\xBB\xBF{\"text\": \"two\"}");
     tokenize_files(f.options);
-    CHECK_EQUAL(f.train() + f.val(), "|one|two");
+    CHECK_EQUAL(f.train(), "|one|two");
     f.options.out = f.folder.file("y");
     write_file(f.options.in[1], "\xEF\xBB");
     CHECK_FAILS(1, "byte 0: not valid JSON: found byte 0xef", tokenize_files(f.options));
@@ -188,7 +185,6 @@ TEST(tokenize_takes_folders_and_patterns) {
     place("deep/er/d.Txt", "six"), place("README.md", "no"), place("Atxt", "no"), place(".hidden.txt", "no");
     place(".git/e.txt", "no"), place("C.jsonL", "{\"text\": \"three\"}");
     std::filesystem::create_directory_symlink("..", f.folder.file("in/deep/up"));
-    f.options.val_fraction = 0;
     int runs = 0;
     const auto tokens = [&](const std::vector<std::string>& in) {
         f.options.in = in, f.options.out = f.folder.file("out" + std::to_string(runs++));
@@ -227,7 +223,6 @@ inline const std::string GZIP_TEXT(
 // Nobody waits for a pipe that nobody writes to.
 TEST(tokenize_passes_over_what_is_bad) {
     TokenizeFixture f;
-    f.options.val_fraction = 0;
     make_folders(f.folder.file("in"));
     f.input("in/a.txt", "one");
     const std::string in = f.folder.file("in"), gone = in + "/gone.txt", pipe = in + "/pipe.txt";
@@ -356,7 +351,7 @@ TEST(validation_is_drawn_whatever_the_files) {
         all += files[i], backwards = files[i] + backwards;
     }
     write_file(f.folder.file("all.jsonl"), all), write_file(f.folder.file("backwards.jsonl"), backwards);
-    f.options.val_fraction = 0.2, f.options.val_documents = "drawn";
+    f.options.val_fraction = 0.2;
     const auto drawn = [&](const std::vector<std::string>& in) {
         f.options.in = in;
         tokenize_files(f.options);
@@ -381,9 +376,6 @@ TEST(validation_is_drawn_whatever_the_files) {
     CHECK(drawn({f.folder.file("backwards.jsonl")}) == val);
     f.options.seed++;
     CHECK(drawn(each) != val);
-    f.options.val_documents = "last";
-    for (const std::string& text : drawn(each)) CHECK(text[1] == 'z' || text[1] == 'a');
-    CHECK(!drawn(each).count("|a000"));
 }
 
 // The marker of others for the end of a document is counted wherever blocks end, but not where it is the separator.
