@@ -74,14 +74,15 @@ void read_config_json(Config& c, const std::string& path) {
 }
 
 // The vocabulary of a checkpoint: beside its weights, in its run, or where the training found it; "": it had none, or
-// the checkpoint does not say.
+// none is there any more.
 static std::string vocabulary_of_checkpoint(const std::string& folder) {
     if (holds_vocabulary(folder)) return folder;
     if (!file_exists(folder + "/manifest.json")) return "";
     const std::string of_run = folder_of(folder) + "/" + VOCABULARY_OF_RUN;
     if (holds_vocabulary(of_run)) return of_run;
     const Checkpoint manifest = read_manifest(folder);
-    return manifest.state.get("options", manifest.path).string("vocab_dir", manifest.path);
+    const std::string trained = manifest.state.get("options", manifest.path).string("vocab_dir", manifest.path);
+    return file_exists(trained) ? trained : "";
 }
 
 // --init-from: what was not given of the model is as it is there. Refusals are left to find_checkpoint().
@@ -99,7 +100,7 @@ static void inherit_model(Config& c) {
     c.vocab_digest = there.vocab_digest;
     std::string vocabulary;
     if (c.tokenizer == "gpt2") error_of([&] { vocabulary = vocabulary_of_checkpoint(folder_of(path)); });
-    if (c.vocab_dir.empty() && file_exists(vocabulary)) c.vocab_dir = vocabulary;
+    if (c.vocab_dir.empty()) c.vocab_dir = vocabulary;
 }
 
 void require_same_model(const ModelConfig& c, const std::string& checkpoint, const char* verb) {
