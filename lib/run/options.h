@@ -230,7 +230,7 @@ inline const Option OPTIONS[] = {
      "vocabulary: 256 bytes, or a BPE of GPT-2's kind, GPT-2's 50257 tokens or those of --vocab-dir; tokenize "
      "without it: gpt2",
      OF_MODEL},
-    {"vocab-dir", EVERY_VERB & ~(IMPORT | VOCABULARY), &TrainConfig::vocab_dir, "", ANY,
+    {"vocab-dir", TRAIN | TOKENIZE | SAMPLE | EVAL | EXPORT | INSPECT, &TrainConfig::vocab_dir, "", ANY,
      "folder with vocab.bpe + encoder.json or tokenizer.json of any size, a .tiktoken file or gpt2_tokenizer.bin",
      READS_PATH},
     // the optimiser

@@ -1,4 +1,4 @@
-// check.h: the verb `check`: the build, the data, a gradient self-test, and the memory and FLOPs that a preset takes.
+// check.h: the verb `check`: the build, a gradient self-test, and the memory and FLOPs that a preset takes.
 // Included by train_nsa.cu behind the model.
 #pragma once
 #include <cstdio>
@@ -7,8 +7,6 @@
 #include <type_traits>
 #include <vector>
 
-#include "../../tokenizer.h"
-#include "../data/token_source.h"
 #include "../model/flops.h"
 #include "../model/gradient_check.h"
 #include "../run/config_files.h"
@@ -23,25 +21,6 @@ __attribute__((format(printf, 2, 3))) inline void print_check(bool good, const c
     va_start(args, format);
     std::printf("%s %s\n", tick(good), printable(format_list(format, args)).c_str());
     va_end(args);
-}
-
-// The check of what lies in data/ and of the vocabulary. False, with a line, where something is damaged.
-inline bool check_data(const std::string& vocab_dir) {
-    const std::string damage = error_of([&] {
-        const std::vector<std::string> shards = glob_files("data/*_train_*.bin");
-        if (shards.empty())
-            print_check(false, "data         no data/*_train_*.bin: the built-in synthetic corpus is used");
-        else
-            print_check(true, "data         %zu training shards in data/, the first %s", shards.size(),
-                        shards[0].c_str());
-        open_shards(shards);
-        const auto vocabulary = Tokenizer::find("gpt2", vocab_dir);
-        print_check(true, "vocabulary   %s",
-                    vocabulary ? vocabulary->describe().c_str()
-                               : "bytes; GPT-2's is looked for in --vocab-dir, which was not given");
-    });
-    if (!damage.empty()) print_check(false, "%s", damage.c_str());
-    return damage.empty();
 }
 
 // A small model in fp64 and its gradient under --recompute; the tests take it too.
@@ -160,12 +139,10 @@ inline void print_machine(const Machine& machine) {
 
 inline int run_check(const Config& c, World& world) {
     const Device device = choose_device(c, world, search_gpus());
-    bool data_are_good = false;
     with_engine(device, world, [&](auto& dev, const Machine& machine) {
         print_machine(machine);
-        data_are_good = check_data(c.vocab_dir);
         print_needs(c.model, dev);
         print_linear_layers(c.model, dev);
     });
-    return check_gradients() && data_are_good ? 0 : 1;
+    return check_gradients() ? 0 : 1;
 }

@@ -259,7 +259,6 @@ PROGRAM_TEST(names_on_stdout_hold_no_escapes) {
         {"report", "--from", out, "--html", odd + "/r.html"},
         {"export", "--from", out, "--out", odd + "/hf"},
         {"import", "--from", odd + "/hf", "--out", odd + "/back"},
-        {"check", "--vocab-dir", odd + "/v"},
     };
     write_file(odd + "/h", "{\"ctx\": \"a\", \"endings\": [\"b\", \"c\"], \"label\": 1}\n");
     for (const Words& words : commands) {
