@@ -141,7 +141,9 @@ PROGRAM_TEST(vocabulary_goes_where_the_model_goes) {
         REQUIRE_GOOD(r);
         return r.out;
     };
-    const std::string expected = sample(run_folder);
+    const std::string expected = sample(run_folder), lone = folder.file("lone");
+    std::filesystem::copy(newest_checkpoint(run_folder).folder, lone);  // far from its run's vocabulary
+    CHECK_REFUSED(run({"sample", "--from", lone}), 2, "--vocab-dir");
     REQUIRE_GOOD(run({"eval", "--from", run_folder, "--text", line, "--threads", "1"}));
     REQUIRE_GOOD(run({"inspect", "--from", run_folder, "--text", line, "--json", folder.file("i"), "--threads", "1"}));
     REQUIRE_GOOD(export_to(hf, run_folder));
