@@ -12,7 +12,7 @@ namespace program {
 // status that the signal means, and what it left must be the run that nobody stopped, bit for bit: the losses up to
 // there, and the weights at the next checkpoint after a resume.
 class StopTrial {
-    static constexpr int64_t SAVE_EVERY = 50, REFERENCE_STEPS = 1200;
+    static constexpr int64_t SAVE_EVERY = 50, REFERENCE_STEPS = 500;
     const TempFolder folder;
     const Words launcher;
     const Options options;
@@ -62,7 +62,7 @@ class StopTrial {
 
     void stop_one(int i) {
         const int signal = std::array{SIGTERM, SIGUSR1, SIGINT}[size_t(i) % 3];
-        const double pause = 0.2 + 2.8 * random_uniform(1, random_stream(RANDOM_TEST), uint64_t(i));
+        const double pause = 0.1 + 1.1 * random_uniform(1, random_stream(RANDOM_TEST), uint64_t(i));
         const TempFolder own;
         const std::string out = own.file("run");
         std::string fault = "no first step";
