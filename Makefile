@@ -73,8 +73,12 @@ include $(BUILD)/config.mk
 # -fno-math-errno and -fno-trapping-math: loops with sqrt and comparisons become vectors, and results do not change.
 # Never -ffast-math.
 LEVEL := $(if $(SAN),-O1,-O3)
+# What is compiled beside a program, once for all of them. APART= on the command line: in one piece, which is less work
+# for one program that nobody builds again.
+APART := $(patsubst lib/%.cpp,$(BUILD)/%.o,$(wildcard lib/*/*.cpp))
 FLAGS := -std=c++17 -DBUILD_FOLDER=$(BUILD) -fno-math-errno -fno-trapping-math -pthread -Wall -Wextra \
-  $(if $(WERROR),-Werror) $(MARCH:%=-march=%) $(ACCEPTED) $(or $(OMP_FLAGS),-Wno-unknown-pragmas) \
+  $(if $(WERROR),-Werror) $(if $(APART),-DCOMPILED_APART) $(MARCH:%=-march=%) $(ACCEPTED) \
+  $(or $(OMP_FLAGS),-Wno-unknown-pragmas) \
   $(if $(filter-out cuda hip,$(GPU)),-DENGINE=$(GPU) -Idev/ports/$(GPU)) \
   $(if $(HAVE_MPI),-DUSE_MPI -DOMPI_SKIP_MPICXX -DMPICH_SKIP_MPICXX $(MPI_FLAGS))
 LIBS := $(MPI_LIBS) $(OMP_LIBS)
@@ -113,14 +117,12 @@ info: ; @:
 # Short lines; V=1 prints commands.
 quiet = $(if $(V),,@$(if $(findstring s,$(firstword -$(MAKEFLAGS))),,echo '  $(1)  $@';))
 DEPENDS = -MMD -MP -MF $@.d -MT $@
-# What is compiled beside a program, which then has -DCOMPILED_APART.
-APART := $(patsubst lib/%.cpp,$(BUILD)/%.o,$(wildcard lib/*/*.cpp))
 train_nsa $(BUILD)/train_nsa: $(BUILD)/train_nsa.o $(APART)
 	$(call quiet,LINK)$(LINK) $(filter %.o,$^) -o $@ $(LIBS)
 $(BUILD)/train_nsa.o: train_nsa.cu lib/report/hf/*.py lib/report/html/inspect.html $(BUILD)/command $(BUILD)/version
-	$(call quiet,$(COMPILER))$(COMPILE) -DCOMPILED_APART -DPROGRAM_VERSION=$(VERSION) $(DEPENDS) -c $< -o $@
+	$(call quiet,$(COMPILER))$(COMPILE) -DPROGRAM_VERSION=$(VERSION) $(DEPENDS) -c $< -o $@
 $(APART): $(BUILD)/%.o: lib/%.cpp $(BUILD)/command
-	$(call quiet,CXX )mkdir -p $(@D) && $(HOST) -DCOMPILED_APART $(DEPENDS) -c $< -o $@
+	$(call quiet,CXX )mkdir -p $(@D) && $(HOST) $(DEPENDS) -c $< -o $@
 $(filter-out $(BUILD)/cpu/%,$(APART)): HOST := $(COLD)
 $(BUILD)/report/report.o: lib/report/html/report.html
 -include $(wildcard $(BUILD)/*.d $(BUILD)/*/*.d)

@@ -37,6 +37,9 @@ install_as_root() {
 # have COMMAND PACKAGE: whether the command is there, if need be after the package was installed.
 have() { command -v "$1" >/dev/null || { install_as_root "$2" && command -v "$1" >/dev/null; }; }
 
+# build_once FOLDER SETTING... GOAL...: what is built for a check alone, in a folder of its own, at the least cost.
+build_once() { MAKEFLAGS='' make -s APART= LEVEL=-O1 WERROR=1 BUILD="$1" "${@:2}"; }
+
 # Steps and losses of the run in a folder.
 losses() { sed -nE 's/.*"step": ?([0-9]+),.*"loss": ?([0-9.]+).*/\1 \2/p' "$1/log.jsonl"; }
 # same_losses STEPS FOLDER FOLDER: another engine, compiler or number of ranks adds in another order, which is 2^-24 of

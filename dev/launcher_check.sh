@@ -66,7 +66,7 @@ mpi_of() { # mpi_of NAME MPICXX MPIRUN: builds with its compiler wrapper; trains
         skipped "no $2 and $mpirun"
         return 1
     }
-    good "$name: builds" env MAKEFLAGS= make -s BUILD="$build/$name" MPICXX="$2" NO_CUDA=1 "$build/$name/train_nsa"
+    good "$name: builds" build_once "$build/$name" MPICXX="$2" NO_CUDA=1 "$build/$name/train_nsa"
     good "$name: one process" "$program" "${small[@]}" --steps 20 --out "$work/$name/one"
     good "$name: mpirun -np 2" "$mpirun" -np 2 "$program" "${small[@]}" --steps 20 --out "$work/$name/two"
     good "$name: two ranks learn what one does" same_losses 20 "$work/$name/one" "$work/$name/two"

@@ -22,10 +22,10 @@ if ! has_opencl; then
     skipped "no pocl-opencl-icd and opencl-headers, so nothing was tried with OpenCL"
     finish
 fi
-good "builds" env MAKEFLAGS='' make -s GPU=opencl WERROR=1 BUILD="$build" "$build/train_nsa" "$build/test_device" ||
+good "builds" build_once "$build" GPU=opencl "$build/train_nsa" "$build/test_device" ||
     finish
 good "tests of the operations and of the model" timeout 300 "$build/test_device"
-good "test_nsa builds" env MAKEFLAGS='' make -s GPU=opencl WERROR=1 BUILD="$build" test_nsa
+good "test_nsa builds" build_once "$build" GPU=opencl test_nsa
 good "test_nsa" ./test_nsa
 rm -f test_nsa  # that of this engine
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The program for machines that are not here, in parts:
-#     aarch64   Linux: built by Debian's cross compiler, run by qemu-user, `check` and twenty steps, whose losses are
+#     aarch64   Linux: built by Debian's cross compiler, run by qemu-user, `check` and six steps, whose losses are
 #               compared with those of this machine's ./train_nsa
 #     clang     by zig's clang: macOS on Apple's processors, compiled and linked; musl (Alpine), which runs here
 #     amd       AMD's GPUs: compiled and linked by hipcc with the device tests; counts the kernels in the machine code
@@ -13,9 +13,7 @@ set -uo pipefail
 build=${BUILD:-build} arch=${GPU_ARCH:-gfx1030} llvm=${LLVM:-/usr/lib/llvm-15/bin}
 # build FOLDER SETTING...: the plain CPU program in a folder of its own.
 build() {
-    local folder=$1
-    shift
-    MAKEFLAGS='' make -s BUILD="$folder" NO_CUDA=1 NO_MPI=1 WERROR=1 "$@" "$folder/train_nsa"
+    build_once "$@" NO_CUDA=1 NO_MPI=1 "$1/train_nsa"
 }
 
 aarch64() {
@@ -25,12 +23,12 @@ aarch64() {
     fi
     local there=(qemu-aarch64 -L /usr/aarch64-linux-gnu "$build/aarch64/train_nsa")
     local small=(--model tiny --seq-len 128 --total-batch 256 --batch 1 --threads 1 --sample-tokens 0 --eval-batches 1
-        --steps 20)
+        --steps 6)
     good "aarch64: builds" build "$build/aarch64" CXX=aarch64-linux-gnu-g++ MARCH= || return
     good "aarch64: check" "${there[@]}" check
-    good "aarch64: twenty steps" "${there[@]}" "${small[@]}" --out "$work/aarch64"
-    good "this machine: twenty steps" ./train_nsa --device cpu "${small[@]}" --out "$work/here"
-    good "aarch64 learns what this machine does" same_losses 20 "$work/here" "$work/aarch64"
+    good "aarch64: six steps" "${there[@]}" "${small[@]}" --out "$work/aarch64"
+    good "this machine: six steps" ./train_nsa --device cpu "${small[@]}" --out "$work/here"
+    good "aarch64 learns what this machine does" same_losses 6 "$work/here" "$work/aarch64"
 }
 
 clang() {
@@ -59,7 +57,7 @@ amd() {
         skipped "no hipcc, so nothing was built for AMD's GPUs"
         return
     fi
-    good "$arch: builds" env MAKEFLAGS='' make -s GPU=hip GPU_ARCH="$arch" BUILD="$build/hip" "$build/hip/train_nsa" \
+    good "$arch: builds" build_once "$build/hip" GPU=hip GPU_ARCH="$arch" "$build/hip/train_nsa" \
         "$build/hip/test_device" || return
     good "$arch: the program holds kernels for it" has_kernels && echo "     $(wc -l <"$work/output") of them"
 }

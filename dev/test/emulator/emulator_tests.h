@@ -681,7 +681,7 @@ TEST(emulator_cublaslt_refuses_what_does_not_fit) {
     auto status = [&](emu::MatrixLayout a, emu::MatrixLayout b, emu::MatrixLayout d, size_t wanted_workspace = 0,
                       size_t offset = 0) {
         cublasLtMatmulHeuristicResult_t algorithm;
-        int found;
+        int found = 0;
         CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
                                                           &wanted_workspace, sizeof wanted_workspace));
         const cublasStatus_t s =
