@@ -623,8 +623,9 @@ TEST(attention_kernels_heads) {
         table.push_back(
             {BY_ALL,
              compressed(shape(heads == 3 ? 200 : 130, heads, heads < 3 ? 2 : 1, 64, heads == 1 ? 2 : 1), 4, 1)});
-    table.push_back({BY_TILES, compressed(shape(66, 128), 4, 1)});  // one token fills a tile of queries
-    table.push_back({GATHERED, shape(70, 96, 1, 16)});              // and one of the gathered backward pass
+    // One token fills a tile of queries, and one of the gathered backward pass.
+    table.push_back({BY_TILES, from(compressed(shape(66, 128), 4, 1), 58, 8)});
+    table.push_back({GATHERED, from(shape(70, 96, 1, 16), 60, 10)});
     check_setups("heads", table);
 }
 TEST(attention_kernels_all_branches) {

@@ -13,11 +13,11 @@ TEST(cuda_has_the_shapes_of_all_presets) {
             tests().checks++;
         }
 }
-// 4 of 64 blocks, and a window that is soon left behind.
-TEST_LONG(cuda_model_decoding_is_the_forward_pass_up_to_4096_tokens) {
+// 4 of 38 blocks, whose bits are two words, three tiles of compressed keys, and a window that is soon left behind.
+TEST_LONG(cuda_model_decoding_is_the_forward_pass_up_to_600_tokens) {
     for (int way = 0; way < CudaEngine::WAYS; way++)
         check_decoding_to<CudaEngine>(
-            4096, "--layers 2 --cmp-block 32 --cmp-stride 16 --slc-block 64 --slc-count 4 --window 128 ", way);
+            600, "--layers 2 --cmp-block 8 --cmp-stride 4 --slc-block 16 --slc-count 4 --window 128 ", way);
 }
 
 #ifdef CUDA_ON_CPU

@@ -6,10 +6,10 @@
 #include "../cuda/cuda_op_tests.h"
 #include "../cuda/attention_kernel_tests.h"
 #include "../cuda/long_context_tests.h"
+#include "../cuda/ladder_tests.h"
+#ifndef EMU_CHECK  // whole models launch no kernel that the tests above do not
 #include "../model/engine_model_tests.h"
 #include "../cuda/cuda_ddp_tests.h"
-#include "../cuda/ladder_tests.h"
-#ifndef EMU_CHECK  // they launch no kernel that the tests above do not
 #include "../cuda/cuda_model_tests.h"
 #include "../cuda/bench_tests.h"
 #endif
