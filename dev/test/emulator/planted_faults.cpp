@@ -1,11 +1,6 @@
 // planted_faults.cpp: plants one fault after another in kernels and host code, each in a process of its own, and asks
 // that the emulator's report names the kernel and the kind of fault. A faulty program that is let pass fails the test,
-// and so does a right one that is accused.
-//   plain: g++ -std=c++17 -O2 -g -Wall -Wextra -fstack-clash-protection dev/test/emulator/planted_faults.cpp -o
-//   build/planted_faults CHECK: g++ -std=c++17 -O1 -g -Wall -Wextra -fstack-clash-protection
-//   -fsanitize=thread,undefined -fno-sanitize-recover=undefined
-//              -c dev/test/emulator/planted_faults.cpp -o build/planted_faults_check.o
-//          g++ build/planted_faults_check.o -fsanitize=undefined -o build/planted_faults_check
+// and so does a right one that is accused. dev/dev.mk has its two builds.
 // ./planted_faults [number of seeds, standard 4] [name of one fault: runs it with seed 0 in this process]
 #include "emulator_kernels.cuh"
 
