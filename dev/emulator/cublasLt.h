@@ -17,18 +17,7 @@ enum cublasOperation_t { CUBLAS_OP_N = 0, CUBLAS_OP_T = 1 };
 enum cublasComputeType_t { CUBLAS_COMPUTE_32F = 68, CUBLAS_COMPUTE_32F_FAST_TF32 = 77 };
 enum cudaDataType_t { CUDA_R_32F = 0, CUDA_R_16BF = 14 };
 using cudaDataType = cudaDataType_t;
-enum cublasLtMatmulDescAttributes_t {
-    CUBLASLT_MATMUL_DESC_TRANSA = 3,
-    CUBLASLT_MATMUL_DESC_TRANSB = 4,
-    CUBLASLT_MATMUL_DESC_EPILOGUE = 7,
-    CUBLASLT_MATMUL_DESC_BIAS_POINTER = 8,
-    CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE = 26
-};
-enum cublasLtEpilogue_t {
-    CUBLASLT_EPILOGUE_DEFAULT = 1,
-    CUBLASLT_EPILOGUE_BIAS = 4,     // d += bias, one element per row of d
-    CUBLASLT_EPILOGUE_BGRADB = 512  // bias = the sum of op(b) over k, one element per column of d
-};
+enum cublasLtMatmulDescAttributes_t { CUBLASLT_MATMUL_DESC_TRANSA = 3, CUBLASLT_MATMUL_DESC_TRANSB = 4 };
 enum cublasLtMatrixLayoutAttribute_t {
     CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT = 5,
     CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET = 6
@@ -53,9 +42,6 @@ namespace emu {
 struct BlasHandle {};
 struct MatmulDescription {
     cublasOperation_t transpose_a = CUBLAS_OP_N, transpose_b = CUBLAS_OP_N;
-    cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_DEFAULT;
-    void* bias = nullptr;
-    int bias_type = -1;  // -1: the type of d
 };
 struct MatrixLayout {
     cudaDataType_t type;
@@ -116,9 +102,6 @@ inline cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t d, cub
     switch (which) {
         case CUBLASLT_MATMUL_DESC_TRANSA: return emu::set_attribute(d->transpose_a, value, bytes);
         case CUBLASLT_MATMUL_DESC_TRANSB: return emu::set_attribute(d->transpose_b, value, bytes);
-        case CUBLASLT_MATMUL_DESC_EPILOGUE: return emu::set_attribute(d->epilogue, value, bytes);
-        case CUBLASLT_MATMUL_DESC_BIAS_POINTER: return emu::set_attribute(d->bias, value, bytes);
-        case CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE: return emu::set_attribute(d->bias_type, value, bytes);
     }
     return CUBLAS_STATUS_INVALID_VALUE;
 }
@@ -174,10 +157,6 @@ inline cublasStatus_t check_shapes(const MatmulDescription& d, const MatrixLayou
         return CUBLAS_STATUS_INVALID_VALUE;  // results would overlap
     if (a.type != b.type || c.type != out.type || (a.type == CUDA_R_32F && out.type != CUDA_R_32F))
         return CUBLAS_STATUS_NOT_SUPPORTED;
-    const bool known = d.epilogue == CUBLASLT_EPILOGUE_DEFAULT || d.epilogue == CUBLASLT_EPILOGUE_BIAS ||
-                       d.epilogue == CUBLASLT_EPILOGUE_BGRADB;
-    if (!known || (d.bias_type != -1 && d.bias_type != out.type)) return CUBLAS_STATUS_NOT_SUPPORTED;
-    if (d.epilogue != CUBLASLT_EPILOGUE_DEFAULT && out.batches > 1) return CUBLAS_STATUS_NOT_SUPPORTED;
     return CUBLAS_STATUS_SUCCESS;
 }
 
@@ -245,8 +224,6 @@ struct Matmul {
         const char* addend = of_batch(c, c_layout);
         char* result = (char*)of_batch(out, out_layout);
         const cudaDataType_t type = out_layout.type;
-        if (description.epilogue == CUBLASLT_EPILOGUE_BIAS)
-            EMU_ACCESS(description.bias, m * out_layout.element(), READ);
         for (size_t j = 0; j < n && beta != 0; j++)
             EMU_ACCESS(addend + j * size_t(c_layout.leading) * c_layout.element(), m * c_layout.element(), READ);
         for (size_t j0 = 0; j0 < n; j0 += 4)
@@ -257,20 +234,11 @@ struct Matmul {
                     for (size_t i = i0; i < i0 + 16 && i < m; i++) {
                         float v = alpha * sums[j - j0][i - i0];
                         if (beta != 0) v += beta * get_element(addend, type, j * size_t(c_layout.leading) + i);
-                        if (description.epilogue == CUBLASLT_EPILOGUE_BIAS)
-                            v += get_element((const char*)description.bias, type, i);
                         put_element(result, type, j * size_t(out_layout.leading) + i, v);
                     }
             }
         for (size_t j = 0; j < n; j++)
             EMU_ACCESS(result + j * size_t(out_layout.leading) * out_layout.element(), m * out_layout.element(), WRITE);
-        if (description.epilogue != CUBLASLT_EPILOGUE_BGRADB) return;
-        EMU_ACCESS(description.bias, n * out_layout.element(), WRITE);
-        for (size_t j = 0; j < n; j++) {
-            float sum = 0;
-            for (size_t k = 0; k < depth; k++) sum += pb[k * n_padded + j];
-            put_element((char*)description.bias, type, j, sum);
-        }
     }
 };
 inline bool no_matmul_algorithm = false;  // a test sets it: no product is supported
@@ -343,11 +311,6 @@ inline cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc
                    check("cublasLtMatmul, matrix d", out, *out_layout);
     if (matmul.beta != 0) aligned &= check("cublasLtMatmul, matrix c", c, *c_layout);
     if (!aligned) return CUBLAS_STATUS_INVALID_VALUE;
-    if (d->epilogue != CUBLASLT_EPILOGUE_DEFAULT) {
-        const uint64_t n = d->epilogue == CUBLASLT_EPILOGUE_BIAS ? out_layout->rows : out_layout->columns;
-        if (!d->bias) return CUBLAS_STATUS_INVALID_VALUE;
-        emu::check_device_array("cublasLtMatmul, bias", d->bias, n * out_layout->element());
-    }
     auto overlaps = [&](const void* p, const emu::MatrixLayout& l) {
         return (char*)p < (char*)out + out_layout->bytes() && (char*)out < (char*)p + l.bytes();
     };

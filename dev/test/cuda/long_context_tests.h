@@ -181,27 +181,6 @@ TEST(attention_kernels_gather_plan) {
         CHECK(largest > 2 * GATHER_CHUNK);
     }
 }
-// The two sets of kernels on a selection that the trainer's own kernel made.
-TEST(attention_kernels_gather_is_masked_tiles) {
-    using namespace long_context_tests;
-#ifdef EMU_CHECK
-    const int T = 200;
-#else
-    const int T = 450;
-#endif
-    for (const int heads : {1, 6}) {
-        NsaShape s = shape(T, heads, heads == 1 ? 2 : 1, 32, heads == 1 ? 2 : 1);
-        s.l = 16, s.d = 8, s.slc_block = 32, s.slc_count = 5;
-        const Inputs scores(s, CMP, 1, 31);
-        std::vector<float> out(scores.rows() * s.D), lse(scores.rows());
-        const std::vector<float> q(scores.q.begin(), scores.q.end()), k(scores.k.begin(), scores.k.end()),
-            v(scores.v.begin(), scores.v.end());
-        Cpu<float>().attention_forward(CMP, out.data(), lse.data(), q.data(), k.data(), v.data(), nullptr, s);
-        Inputs in(s, SLC, 1, 32);
-        in.selection = run_selection(scores, lse).selection;
-        check_close(run_selected(in, SelectedKernel::GATHER), run_selected(in, SelectedKernel::TILES));
-    }
-}
 // No matter what later tokens contain and choose, the rows before them keep their bits.
 TEST(attention_kernels_gather_is_causal) {
     using namespace long_context_tests;
