@@ -1381,7 +1381,7 @@ template <unsigned SET, int D, Multiplier by>
 __device__ inline void attend_to(const LayerOutputs<bf16, float>& out, const LayerInputs<bf16, float>& in,
                                  const ForwardOptions& options, const AttentionShape& s) {
     const bool selects = SET == OTHERS && options.branches >> SLC & 1 && !(options.choice && options.choice->gather);
-    if (options.branches == 1u << SLC && !selects) return;  // gathered rows have made it
+    if (SET == OTHERS && options.branches == 1u << SLC && !selects) return;  // gathered rows have made it
     QueryRows<D, false, by>(s).copy(in.q, nullptr, selects, in.selection, s);
     if constexpr (SET == COMPRESSED) return attend<CMP, D, by>(out, in, options, s);
     if (selects) attend<SLC, D, by>(out, in, options, s);
