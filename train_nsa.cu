@@ -480,9 +480,9 @@ void forward_layer(const Model<Dev>& model, Activations<Dev>& a, size_t i, const
     auto& acts = a.layer[i];
     const auto& w = model.w.layer[i];
     const int N = s.B * s.queries, C = int(a.C), M = int(a.M);
-    const size_t kv = s.cmp_rows() * s.D;
     typename Dev::real* x_next = i + 1 < a.layer.size() ? a.layer[i + 1].x : a.x_out;
     const auto h = a.heads(acts, s);
+    const auto in = a.attention_inputs(acts, s);
     const ProfileRange range = model.enter("forward", int64_t(i));
     dev.rmsnorm_forward(acts.attn_normed, acts.attn_rstd, acts.x, w.attn_norm, N, C);
     dev.matmul_forward(acts.projected, acts.attn_normed, w.in_proj, nullptr, N, C, s.projected());
@@ -490,10 +490,9 @@ void forward_layer(const Model<Dev>& model, Activations<Dev>& a, size_t i, const
     if (!s.full) {
         dev.compress_forward(acts.compressed, acts.phi_hidden, h.kv[K_CMP], h.kv[V_CMP], w.phis(), s);
         dev.attend_and_select(acts.o, acts.lse, again ? nullptr : acts.selection,
-                              a.collect_statistics ? acts.chosen_importance : nullptr, acts.q, acts.compressed,
-                              acts.compressed + kv, s);
+                              a.collect_statistics ? acts.chosen_importance : nullptr, in.q, in.k[CMP], in.v[CMP], s);
     }
-    dev.attend_and_combine({acts.attn, acts.o, acts.lse}, a.attention_inputs(acts, s), s);
+    dev.attend_and_combine({acts.attn, acts.o, acts.lse}, in, s);
     dev.matmul_forward(acts.x_mid, acts.attn, w.o_proj, acts.x, N, s.H * s.D, C);  // x += o_proj(attention)
 
     dev.rmsnorm_forward(acts.mlp_normed, acts.mlp_rstd, acts.x_mid, w.mlp_norm, N, C);
