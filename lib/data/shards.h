@@ -2,7 +2,9 @@
 // checking files, and names for other formats. dataloader.h, which describes the format, reads them.
 #pragma once
 #include <algorithm>
+#include <array>
 #include <map>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -132,17 +134,15 @@ class ShardWriter {
         std::remove((path + ".tmp").c_str());  // of a writer that was killed
         file = std::make_unique<FileWriter>(path + ".tmp");
         in_shard = 0;
-        write_header(0);  // no valid shard until finish_shard() writes the count
+        file->write(make_header(0).data(), SHARD_HEADER_BYTES);  // no valid shard until finish_shard() writes the count
     }
 
-    void write_header(int32_t tokens) {
-        const int32_t header[256] = {SHARD_MAGIC, SHARD_VERSION, tokens, vocab_size, int32_t(vocab_digest)};
-        if (tokens) file->write_again(header, SHARD_HEADER_BYTES);
-        else file->write(header, SHARD_HEADER_BYTES);
+    std::array<int32_t, 256> make_header(int32_t tokens) const {
+        return {SHARD_MAGIC, SHARD_VERSION, tokens, vocab_size, int32_t(vocab_digest)};
     }
 
     void finish_shard() {
-        write_header(int32_t(in_shard));
+        file->write_again(make_header(int32_t(in_shard)).data(), SHARD_HEADER_BYTES);
         file->close();
         file.reset();
         rename_path(path + ".tmp", path);
