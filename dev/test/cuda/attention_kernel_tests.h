@@ -549,7 +549,7 @@ inline void check_attend_and_combine(Cuda& dev, const NsaShape& s, const LayerAr
 
 // The backward pass of all branches of a layer together, as the model has it: dq, and where it is not asked for q's
 // columns of dprojected, which are the sum of what the branches give, turned back.
-inline void check_branches_backward(Cuda& dev, const NsaShape& s, LayerArrays& layer, Worst* worst) {
+inline void check_branches_backward(Cuda& dev, const NsaShape& s, const LayerArrays& layer, Worst* worst) {
     const size_t D = size_t(s.D), rows = s.query_rows(), all_rows = s.branches() * rows, P = size_t(s.projected());
     std::vector<double> o(all_rows * D), lse(all_rows), gate(all_rows), dq(rows * D), dq_limit(rows * D);
     const std::vector<Expected>& expected = layer.expected;
@@ -573,15 +573,17 @@ inline void check_branches_backward(Cuda& dev, const NsaShape& s, LayerArrays& l
     LayerInputs<bf16, float> in = layer.in;
     in.o = outputs.data, in.gate = s.full ? nullptr : gates.data, in.lse = lses.data;
     LayerGradients<bf16, float> d = {nullptr, found_dq.data, {}, {}, dgate.data, row_dot.data, lse_gated.data};
-    const size_t first_gradient = layer.arrays.size();
-    for (const Inputs& x : layer.inputs) d.dk[x.branch] = layer.add(x.k), d.dv[x.branch] = layer.add(x.v);
+    std::vector<std::unique_ptr<DeviceArray<bf16>>> dk, dv;
+    for (const Inputs& x : layer.inputs) {
+        dk.push_back(std::make_unique<DeviceArray<bf16>>(x.k)), dv.push_back(std::make_unique<DeviceArray<bf16>>(x.v));
+        d.dk[x.branch] = dk.back()->data, d.dv[x.branch] = dv.back()->data;
+    }
     CUDA_CHECK(cudaDeviceSynchronize());  // the arrays were copied on another stream
     dev.branches_backward(d, in, s);
     check_within("dq", s, found_dq.download(), dq, dq_limit, &worst->dq);
     for (size_t i = 0; i < expected.size(); i++) {
-        const auto found = [&](size_t which) { return layer.arrays[first_gradient + 2 * i + which]->download(); };
-        check_within("dk", s, found(0), expected[i].dk, expected[i].dk_limit, &worst->dk);
-        check_within("dv", s, found(1), expected[i].dv, expected[i].dv_limit, &worst->dv);
+        check_within("dk", s, dk[i]->download(), expected[i].dk, expected[i].dk_limit, &worst->dk);
+        check_within("dv", s, dv[i]->download(), expected[i].dv, expected[i].dv_limit, &worst->dv);
     }
     d.dprojected = dprojected.data, d.dq = nullptr;
     dev.branches_backward(d, in, s);
@@ -601,7 +603,7 @@ inline void check_all_branches(const std::vector<NsaShape>& shapes) {
     Cuda dev(0, size_t(1) << 20);
     for (NsaShape s : shapes) {
         s.slc_count = s.slc_blocks();  // a query may choose them all
-        LayerArrays layer(s);
+        const LayerArrays layer(s);
         for (const SelectedKernel selected : {SelectedKernel::AUTO, SelectedKernel::TILES, SelectedKernel::GATHER})
             for (const bool warpgroups : {false, true}) {
                 if (warpgroups && !device_has_warpgroups(s.D)) continue;
