@@ -11,7 +11,7 @@
 // registers. What is left is to wait: each product waits for three loads from device memory, which the next rung brings
 // into shared memory before they are wanted, for eight products at once.
 //
-// The forward pass and dQ; dK and dV are those of the rung before. Training shapes only.
+// Training shapes only.
 #pragma once
 #include "attention_level1.cuh"
 
@@ -24,11 +24,12 @@ constexpr int ROWS = 16, KEYS = 16;  // of a warp; of a step of its loop
 
 __device__ inline unsigned pair_at(const bf16* p) { return *reinterpret_cast<const unsigned*>(p); }
 
-// a = columns x .. x+15 of 16 rows, `step` elements apart; the last of `rows` stands for those below it.
-__device__ inline void load_a(unsigned (&a)[4], const bf16* in, size_t step, int rows, int x) {
+// a = columns x .. x+15 of 16 rows; the last of `rows` stands for those below it.
+template <int D>
+__device__ inline void load_a_of_rows(unsigned (&a)[4], const bf16* in, int rows, int x) {
     const int lane = threadIdx.x % 32, column = x + lane % 4 * 2;
     for (int i = 0; i < 2; i++) {
-        const bf16* row = in + size_t(min(lane / 4 + 8 * i, rows - 1)) * step + column;
+        const bf16* row = in + size_t(min(lane / 4 + 8 * i, rows - 1)) * D + column;
         a[i] = pair_at(row);
         a[i + 2] = pair_at(row + 8);
     }
@@ -109,7 +110,7 @@ __global__ void __launch_bounds__(32)
     wait_for_earlier_kernels();
     const Tile tile(branch, selection, s);
     unsigned q_rows[D / 16][4];
-    for (int x = 0; x < D / 16; x++) load_a(q_rows[x], q + tile.first_row * D, D, s.T - tile.t0, x * 16);
+    for (int x = 0; x < D / 16; x++) load_a_of_rows<D>(q_rows[x], q + tile.first_row * D, s.T - tile.t0, x * 16);
     float sums[D / 8][4] = {}, largest[2] = {-INFINITY, -INFINITY}, total[2] = {0, 0};
     for (int key0 = tile.begin; key0 < tile.end; key0 += KEYS) {
         float p[KEYS / 8][4] = {};
@@ -149,54 +150,12 @@ __global__ void __launch_bounds__(32)
     }
 }
 
-// As plain::dq_kernel. One warp per 16 queries of a head.
-template <int D>
-__global__ void __launch_bounds__(32)
-    dq_kernel(BackwardArrays<bf16, float> d, InputArrays<bf16> in, Branch branch, NsaShape s, float scale) {
-    wait_for_earlier_kernels();
-    const Tile tile(branch, in.selection, s);
-    const bf16* const dout = d.dout + plain::Query(tile.first_row, in.selection, s).dout * D;
-    unsigned q_rows[D / 16][4], dout_rows[D / 16][4];
-    for (int x = 0; x < D / 16; x++) {
-        load_a(q_rows[x], in.q + tile.first_row * D, D, s.T - tile.t0, x * 16);
-        load_a(dout_rows[x], dout, size_t(s.H) * D, s.T - tile.t0, x * 16);
-    }
-    float sums[D / 8][4] = {}, lse[2], dot[2];
-    for (int i = 0; i < 2; i++) {
-        const size_t row = tile.first_row + min(tile.row(i), s.T - 1 - tile.t0);
-        lse[i] = d.lse_gated[row];
-        dot[i] = d.row_dot[row];
-    }
-    for (int key0 = tile.begin; key0 < tile.end; key0 += KEYS) {
-        float p[KEYS / 8][4] = {}, ds[KEYS / 8][4] = {};
-        multiply_rows<D>(p, q_rows, in.k + tile.group * D, tile.stride, key0);
-        multiply_rows<D>(ds, dout_rows, in.v + tile.group * D, tile.stride, key0);
-        for (int n = 0; n < KEYS / 8; n++)
-            for (int e = 0; e < 4; e++)
-                ds[n][e] = tile.sees(key0, n, e, s) ? expf(p[n][e] * scale - lse[e / 2]) * (ds[n][e] - dot[e / 2]) : 0;
-        add_rows<D>(sums, ds, in.k + tile.group * D, tile.stride, key0);
-    }
-    for (int i = 0; i < 2; i++) {
-        if (tile.t0 + tile.row(i) >= s.T) continue;
-        float* const to = d.dq + (tile.first_row + tile.row(i)) * D + threadIdx.x % 4 * 2;
-        for (int x = 0; x < D / 8; x++)
-            for (int e = 0; e < 2; e++) to[x * 8 + e] = (d.add ? to[x * 8 + e] : 0) + sums[x][2 * i + e] * scale;
-    }
-}
-
-inline unsigned tiles_of(const NsaShape& s) { return unsigned(s.B * s.H * ((s.T + ROWS - 1) / ROWS)); }
 inline void attention_forward(Branch branch, bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v,
                               const uint32_t* selection, const NsaShape& s, cudaStream_t stream) {
+    const unsigned tiles = unsigned(s.B * s.H * ((s.T + ROWS - 1) / ROWS));
     with_head_dimension(s.D, [&](auto D) {
-        launch<forward_kernel<D()>>(tiles_of(s), 32, 0, stream, branch, out, lse, q, k, v, selection, s,
-                                    float(s.scale()));
+        launch<forward_kernel<D()>>(tiles, 32, 0, stream, branch, out, lse, q, k, v, selection, s, float(s.scale()));
     });
-}
-inline void attention_backward(Branch branch, const BackwardArrays<bf16, float>& d, const InputArrays<bf16>& in,
-                               const NsaShape& s, cudaStream_t stream) {
-    with_head_dimension(
-        s.D, [&](auto D) { launch<dq_kernel<D()>>(tiles_of(s), 32, 0, stream, d, in, branch, s, float(s.scale())); });
-    level1::backward_keys(branch, d, in, s, stream);
 }
 
 }  // namespace bare

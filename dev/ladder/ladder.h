@@ -1,6 +1,6 @@
-// ladder.h: attention from the plainest kernels to those that training runs by default, on the same inputs, timed side
-// by side. Each rung says what it buys, in counts. The kernels of rungs 0, 3, 4 and 5 are the trainer's own, called
-// through struct Cuda.
+// ladder.h: attention's forward pass from the plainest kernel to those that training runs by default, on the same
+// inputs, timed side by side. Each rung says what it buys, in counts. The kernels of rungs 0, 3, 4 and 5 are the
+// trainer's own, called through struct Cuda.
 //
 //   make ladder                                  on a GPU the times, without one whether the rungs agree, in emulation
 //   test_device --ladder [options of train]
@@ -26,36 +26,27 @@ constexpr Rung RUNGS[] = {
 };
 // clang-format on
 
-// The forward and backward pass of one branch on a rung, on random inputs.
+// The forward pass of one branch on a rung, on random inputs.
 struct LadderRun {
     Cuda& dev;
     NsaShape s;
     Branch branch;
-    Cuda::real *q, *k, *v, *dout, *out, *dk, *dv, *zeros;
-    float *lse, *row_dot, *dq, *all_lse, *all_row_dot, *lse_gated;  // lse and row_dot: the branch's
+    Cuda::real *q, *k, *v, *out;
+    float* lse;
     uint32_t* selection;
-    size_t keys;
 
     LadderRun(Cuda& device, const NsaShape& shape, Branch b) : dev(device), s(shape), branch(b) {
-        const size_t rows = s.query_rows(), D = size_t(s.D);
-        keys = b == CMP ? s.cmp_rows() : s.key_rows();
-        q = random(rows * D, 1), k = random(keys * D, 2), v = random(keys * D, 3), dout = random(rows * D, 4);
-        out = dev.allocate<Cuda::real>(rows * D), dk = dev.allocate<Cuda::real>(keys * D),
-        dv = dev.allocate<Cuda::real>(keys * D);
-        const size_t all_rows = size_t(s.branches()) * rows, at = size_t(s.branch_slot(b)) * rows;
-        for (float** p : {&all_lse, &all_row_dot, &lse_gated}) *p = dev.allocate<float>(all_rows);
-        lse = all_lse + at, row_dot = all_row_dot + at, dq = dev.allocate<float>(rows * D);
-        zeros = dev.allocate<Cuda::real>(all_rows * D);
-        dev.zero(all_row_dot, all_rows), dev.zero(zeros, all_rows * D);
+        const size_t rows = s.query_rows(), D = size_t(s.D), keys = b == CMP ? s.cmp_rows() : s.key_rows();
+        q = random(rows * D, 1), k = random(keys * D, 2), v = random(keys * D, 3);
+        out = dev.allocate<Cuda::real>(rows * D), lse = dev.allocate<float>(rows);
         const std::vector<uint32_t> masks = random_selection();
         selection = dev.allocate<uint32_t>(masks.size());
         dev.copy(selection, masks.data(), masks.size());
     }
     LadderRun(const LadderRun&) = delete;
     ~LadderRun() {
-        for (Cuda::real* p : {q, k, v, dout, out, dk, dv, zeros}) dev.release(p);
-        for (float* p : {all_lse, all_row_dot, lse_gated, dq}) dev.release(p);
-        dev.release(selection);
+        for (Cuda::real* p : {q, k, v, out}) dev.release(p);
+        dev.release(lse), dev.release(selection);
     }
     // Whether a rung has kernels of its own for this branch, this build and this device's code.
     bool has(RungNumber rung) const {
@@ -70,43 +61,18 @@ struct LadderRun {
         if (rung == BARE_TENSOR_CORES)
             return bare::attention_forward(branch, out, lse, q, k, v, selection, s, dev.stream);
 #endif
-        choose(rung);
+        dev.plain_attention = rung == PLAIN;
+        dev.warpgroups = rung == ON_WARPGROUPS;
+        dev.selected_kernel = rung == GATHERED_ROWS ? SelectedKernel::GATHER : SelectedKernel::TILES;
         dev.attention_forward(branch, out, lse, q, k, v, selection, s);
     }
-    void backward(RungNumber rung) {
-        if (rung == SHARED_TILES)
-            return level1::attention_backward(branch, {dq, false, dk, dv, dout, row_dot, lse}, {q, k, v, selection}, s,
-                                              dev.stream);
-#ifndef PRECISION_FP32
-        if (rung == BARE_TENSOR_CORES)
-            return bare::attention_backward(branch, {dq, false, dk, dv, dout, row_dot, lse}, {q, k, v, selection}, s,
-                                            dev.stream);
-#endif
-        choose(rung);
-#ifndef PRECISION_FP32
-        if (rung != PLAIN) {  // the row terms are dout . 0 and the gate 1, here too
-            LayerGradients<Cuda::real, float> d = {nullptr, dq, {}, {}, nullptr, all_row_dot, lse_gated};
-            LayerInputs<Cuda::real, float> in = {q, {}, {}, selection, dout, zeros, nullptr, all_lse};
-            d.dk[branch] = dk, d.dv[branch] = dv, in.k[branch] = k, in.v[branch] = v;
-            return dev.backward_on_tensor_cores(1u << branch, d, in, s);
-        }
-#endif
-        dev.attention_backward(branch, {dq, false, dk, dv, dout, row_dot, lse}, {q, k, v, selection}, s);
-    }
-    std::vector<float> results() {  // out, dq, dk, dv one after another
-        const size_t rows = s.query_rows() * s.D, columns = keys * s.D;
-        std::vector<float> all(2 * rows + 2 * columns);
-        dev.to_host(&all[0], out, rows), dev.to_host(&all[rows], dq, rows);
-        dev.to_host(&all[2 * rows], dk, columns), dev.to_host(&all[2 * rows + columns], dv, columns);
+    std::vector<float> results() {
+        std::vector<float> all(s.query_rows() * s.D);
+        dev.to_host(all.data(), out, all.size());
         return all;
     }
 
   private:
-    void choose(RungNumber rung) {
-        dev.plain_attention = rung == PLAIN;
-        dev.warpgroups = rung == ON_WARPGROUPS;
-        dev.selected_kernel = rung == GATHERED_ROWS ? SelectedKernel::GATHER : SelectedKernel::TILES;
-    }
     Cuda::real* random(size_t count, uint64_t index) {
         std::vector<float> values(count);
         for (size_t i = 0; i < count; i++) values[i] = float(random_normal(1, random_stream(RANDOM_TEST, index), i));
@@ -155,17 +121,16 @@ double ladder_median_us(Cuda& dev, F operation) {
 inline int run_ladder(Cuda& dev, const NsaShape& s) {
     std::printf(
         "attention of one layer, %d sequences of %d tokens, %d heads in %d groups of dimension %d, on %s\n\n%-12s "
-        "%-24s %14s %14s\n",
-        s.B, s.T, s.H, s.G, s.D, dev.describe().c_str(), "branch", "rung", "forward us", "backward us");
+        "%-24s %14s\n",
+        s.B, s.T, s.H, s.G, s.D, dev.describe().c_str(), "branch", "rung", "forward us");
     const char* const names[] = {"compressed", "selected", "window"};
     for (const Branch branch : {CMP, SLC, WIN}) {
         LadderRun run(dev, s, branch);
         for (int i = 0; i < RUNG_COUNT; i++) {
             const RungNumber rung = RungNumber(i);
             if (!run.has(rung)) continue;
-            const double forward = ladder_median_us(dev, [&] { run.forward(rung); }),
-                         backward = ladder_median_us(dev, [&] { run.backward(rung); });
-            std::printf("%-12s %-24s %14.1f %14.1f\n", names[branch], RUNGS[rung].name, forward, backward);
+            const double us = ladder_median_us(dev, [&] { run.forward(rung); });
+            std::printf("%-12s %-24s %14.1f\n", names[branch], RUNGS[rung].name, us);
         }
     }
     std::printf("\nWhat each rung buys:\n");
