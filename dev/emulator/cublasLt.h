@@ -1,7 +1,7 @@
 // cublasLt.h: stands in for the part of cuBLASLt that the trainer uses: d = alpha op(a) op(b) + beta c,
-// column-major, fp32 or bf16 matrices, fp32 arithmetic, strided batches, and the epilogues DEFAULT, BIAS and BGRADB.
-// What cuBLASLt refuses with a status, this refuses with the same status; a matrix that reaches outside its array ends
-// the process with a message that names it. Not modelled: speed, TF32 rounding, other orders of summation.
+// column-major, fp32 or bf16 matrices, fp32 arithmetic, strided batches. What cuBLASLt refuses with a status, this
+// refuses with the same status; a matrix that reaches outside its array ends the process with a message that names it.
+// Not modelled: speed, TF32 rounding, other orders of summation.
 #pragma once
 #include <algorithm>
 
@@ -16,7 +16,6 @@ enum cublasStatus_t {
 enum cublasOperation_t { CUBLAS_OP_N = 0, CUBLAS_OP_T = 1 };
 enum cublasComputeType_t { CUBLAS_COMPUTE_32F = 68, CUBLAS_COMPUTE_32F_FAST_TF32 = 77 };
 enum cudaDataType_t { CUDA_R_32F = 0, CUDA_R_16BF = 14 };
-using cudaDataType = cudaDataType_t;
 enum cublasLtMatmulDescAttributes_t { CUBLASLT_MATMUL_DESC_TRANSA = 3, CUBLASLT_MATMUL_DESC_TRANSB = 4 };
 enum cublasLtMatrixLayoutAttribute_t {
     CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT = 5,

@@ -55,15 +55,9 @@
 // clang-format off
 struct alignas(8) float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
-struct alignas(8) int2 { int x, y; };
-struct alignas(16) int4 { int x, y, z, w; };
-struct alignas(8) uint2 { unsigned x, y; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
-inline int2 make_int2(int x, int y) { return {x, y}; }
-inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
-inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 // clang-format on
 
@@ -152,51 +146,23 @@ EMU_ENGINE inline unsigned vote(unsigned mask, bool predicate, const char* what,
     return v.ballot;
 }
 
-struct Add {
-    template <class T>
-    EMU_ENGINE static T of(T a, T b) {
-        return a + b;
-    }
-};
-struct Min {
-    template <class T>
-    EMU_ENGINE static T of(T a, T b) {
-        return a < b ? a : b;
-    }
-};
-struct Max {
-    template <class T>
-    EMU_ENGINE static T of(T a, T b) {
-        return a > b ? a : b;
-    }
-};
-struct And {
-    template <class T>
-    EMU_ENGINE static T of(T a, T b) {
-        return a & b;
-    }
-};
-struct Or {
-    template <class T>
-    EMU_ENGINE static T of(T a, T b) {
-        return a | b;
-    }
-};
-template <class T, class Operation>
+template <class T>
 struct Reduce {
     T value;
+    T (*operation)(T, T);
     EMU_ENGINE static void run(unsigned lanes, void** arguments) {
-        T total = ((Reduce*)arguments[__builtin_ctz(lanes)])->value;
+        const Reduce& first = *(Reduce*)arguments[__builtin_ctz(lanes)];
+        T total = first.value;
         for (unsigned rest = lanes & (lanes - 1); rest; rest &= rest - 1)
-            total = Operation::of(total, ((Reduce*)arguments[__builtin_ctz(rest)])->value);
+            total = first.operation(total, ((Reduce*)arguments[__builtin_ctz(rest)])->value);
         for (unsigned rest = lanes; rest; rest &= rest - 1) ((Reduce*)arguments[__builtin_ctz(rest)])->value = total;
     }
 };
-template <class Operation, class T>
-EMU_ENGINE inline T reduce(unsigned mask, T value, const char* what, Site site) {
+template <class T>
+EMU_ENGINE inline T reduce(unsigned mask, T value, T (*operation)(T, T), const char* what, Site site) {
     static_assert(std::is_same_v<T, int> || std::is_same_v<T, unsigned>, "redux.sync is for 32-bit integers");
-    Reduce<T, Operation> r = {value};
-    warp_function(mask, Reduce<T, Operation>::run, &r, what, site);
+    Reduce<T> r = {value, operation};
+    warp_function(mask, Reduce<T>::run, &r, what, site);
     return r.value;
 }
 }  // namespace emu
@@ -208,24 +174,17 @@ inline void __syncwarp(unsigned mask = ~0u, EMU_SITE) {
 inline void __threadfence() { emu::machine.clock.block_fenced = true; }
 
 template <class T>
-EMU_ENGINE inline T __shfl_sync(unsigned mask, T value, int source, int width = 32, EMU_SITE) {
-    return emu::shuffle(mask, value, (emu::lane() & ~(width - 1)) + (source & (width - 1)), "__shfl_sync", site);
+EMU_ENGINE inline T __shfl_sync(unsigned mask, T value, int source, EMU_SITE) {
+    return emu::shuffle(mask, value, source & 31, "__shfl_sync", site);
 }
 template <class T>
-EMU_ENGINE inline T __shfl_xor_sync(unsigned mask, T value, int flip, int width = 32, EMU_SITE) {
-    const int lane = emu::lane(), source = lane ^ flip;
-    return emu::shuffle(mask, value, source < (lane & ~(width - 1)) + width ? source : lane, "__shfl_xor_sync", site);
+EMU_ENGINE inline T __shfl_xor_sync(unsigned mask, T value, int flip, EMU_SITE) {
+    return emu::shuffle(mask, value, emu::lane() ^ flip, "__shfl_xor_sync", site);
 }
 template <class T>
-EMU_ENGINE inline T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32, EMU_SITE) {
-    const int lane = emu::lane(), source = lane + int(delta);
-    return emu::shuffle(mask, value, (lane & (width - 1)) + int(delta) < width ? source : lane, "__shfl_down_sync",
-                        site);
-}
-template <class T>
-EMU_ENGINE inline T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32, EMU_SITE) {
+EMU_ENGINE inline T __shfl_up_sync(unsigned mask, T value, unsigned delta, EMU_SITE) {
     const int lane = emu::lane(), source = lane - int(delta);
-    return emu::shuffle(mask, value, (lane & (width - 1)) >= int(delta) ? source : lane, "__shfl_up_sync", site);
+    return emu::shuffle(mask, value, source < 0 ? lane : source, "__shfl_up_sync", site);
 }
 inline unsigned __ballot_sync(unsigned mask, int predicate, EMU_SITE) {
     return emu::vote(mask, predicate, "__ballot_sync", site);
@@ -233,26 +192,19 @@ inline unsigned __ballot_sync(unsigned mask, int predicate, EMU_SITE) {
 inline int __any_sync(unsigned mask, int predicate, EMU_SITE) {
     return emu::vote(mask, predicate, "__any_sync", site) != 0;
 }
-inline int __all_sync(unsigned mask, int predicate, EMU_SITE) {
-    return emu::vote(mask, predicate, "__all_sync", site) == mask;
-}
-template <class T>
-inline T __reduce_add_sync(unsigned mask, T value, EMU_SITE) {
-    return emu::reduce<emu::Add>(mask, value, "__reduce_add_sync", site);
-}
 template <class T>
 inline T __reduce_min_sync(unsigned mask, T value, EMU_SITE) {
-    return emu::reduce<emu::Min>(mask, value, "__reduce_min_sync", site);
+    return emu::reduce(
+        mask, value, +[](T a, T b) { return a < b ? a : b; }, "__reduce_min_sync", site);
 }
 template <class T>
 inline T __reduce_max_sync(unsigned mask, T value, EMU_SITE) {
-    return emu::reduce<emu::Max>(mask, value, "__reduce_max_sync", site);
-}
-inline unsigned __reduce_and_sync(unsigned mask, unsigned value, EMU_SITE) {
-    return emu::reduce<emu::And>(mask, value, "__reduce_and_sync", site);
+    return emu::reduce(
+        mask, value, +[](T a, T b) { return a > b ? a : b; }, "__reduce_max_sync", site);
 }
 inline unsigned __reduce_or_sync(unsigned mask, unsigned value, EMU_SITE) {
-    return emu::reduce<emu::Or>(mask, value, "__reduce_or_sync", site);
+    return emu::reduce(
+        mask, value, +[](unsigned a, unsigned b) { return a | b; }, "__reduce_or_sync", site);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -277,7 +229,6 @@ struct __nv_bfloat16 {
 struct alignas(4) __nv_bfloat162 {
     __nv_bfloat16 x, y;
 };
-inline float __bfloat162float(__nv_bfloat16 b) { return float(b); }
 inline __nv_bfloat16 __float2bfloat16(float f) { return __nv_bfloat16(f); }
 inline __nv_bfloat16 __float2bfloat16_rn(float f) { return __nv_bfloat16(f); }
 inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) {
@@ -285,37 +236,9 @@ inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) {
     pair.x = __nv_bfloat16(x), pair.y = __nv_bfloat16(y);
     return pair;
 }
-inline float2 __bfloat1622float2(__nv_bfloat162 pair) { return {float(pair.x), float(pair.y)}; }
-inline unsigned short __bfloat16_as_ushort(__nv_bfloat16 b) { return b.bits; }
-inline __nv_bfloat16 __ushort_as_bfloat16(unsigned short u) {
-    __nv_bfloat16 b;
-    b.bits = u;
-    return b;
-}
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Loads and stores with a caching hint, atomics, arithmetic.
-
-template <class T>
-inline T __ldg(const T* p) {
-    return *p;
-}
-template <class T>
-inline T __ldcs(const T* p) {
-    return *p;
-}
-template <class T>
-inline T __ldcg(const T* p) {
-    return *p;
-}
-template <class T>
-inline void __stcs(T* p, T value) {
-    *p = value;
-}
-template <class T>
-inline void __stcg(T* p, T value) {
-    *p = value;
-}
+// Atomics, arithmetic.
 
 namespace emu {
 template <class T>
@@ -341,10 +264,6 @@ inline T atomicAdd(T* p, emu::same<T> v) {
     return emu::atomic_update(p, [v](T before) { return T(before + v); });
 }
 template <class T>
-inline T atomicMax(T* p, emu::same<T> v) {
-    return emu::atomic_update(p, [v](T before) { return before > v ? before : v; });
-}
-template <class T>
 inline T atomicOr(T* p, emu::same<T> v) {
     return emu::atomic_update(p, [v](T before) { return T(before | v); });
 }
@@ -359,9 +278,7 @@ inline To emu_bits_as(From from) {
 inline unsigned __float_as_uint(float f) { return emu_bits_as<unsigned>(f); }
 inline int __float_as_int(float f) { return emu_bits_as<int>(f); }
 inline float __uint_as_float(unsigned u) { return emu_bits_as<float>(u); }
-inline float __int_as_float(int i) { return emu_bits_as<float>(i); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
-inline int __clz(int x) { return x ? __builtin_clz(unsigned(x)) : 32; }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 template <class T>
 inline T min(T a, emu::same<T> b) {
@@ -471,16 +388,16 @@ struct Mma {
 
 // Lane l gives row l % 8 of 8 x 8 matrix l / 8 and receives, of each matrix, row l / 4, columns 2 (l % 4) and the next;
 // transposed: of column l / 4.
-template <int MATRICES, bool TRANSPOSED>
+template <bool TRANSPOSED>
 struct LoadMatrix {
     alignas(16) unsigned short row[8];
-    unsigned out[MATRICES];
+    unsigned out[4];
     EMU_ENGINE static unsigned element(void** rows, int i, int j) { return ((LoadMatrix*)rows[i])->row[j]; }
     EMU_ENGINE static void run(unsigned lanes, void** arguments) {
         if (lanes != ~0u) stop("ldmatrix needs all 32 lanes, has %08x", lanes);
         for (int l = 0; l < 32; l++) {
             const int i = l / 4, j = l % 4 * 2;
-            for (int m = 0; m < MATRICES; m++) {
+            for (int m = 0; m < 4; m++) {
                 void** rows = arguments + m * 8;
                 const unsigned low = TRANSPOSED ? element(rows, j, i) : element(rows, i, j),
                                high = TRANSPOSED ? element(rows, j + 1, i) : element(rows, i, j + 1);
@@ -495,15 +412,13 @@ EMU_ENGINE inline void check_shared(const void* p, const char* what, Site site) 
 }
 // Each lane reads the row that it names before the lanes meet: as in the memory model, a row that another lane wrote
 // needs a __syncwarp() or __syncthreads() first, and is NaN without one.
-template <int MATRICES, bool TRANSPOSED>
-EMU_ENGINE EMU_NOINLINE inline void load_matrix(unsigned (&r)[MATRICES], const void* row, Site site) {
-    LoadMatrix<MATRICES, TRANSPOSED> m;
-    if (lane() < MATRICES * 8) {
-        check_shared(row, "ldmatrix", site);
-        EMU_ACCESS(row, 16, READ);
-        memcpy(m.row, row, 16);
-    }
-    warp_function(~0u, LoadMatrix<MATRICES, TRANSPOSED>::run, &m, "ldmatrix", site);
+template <bool TRANSPOSED>
+EMU_ENGINE EMU_NOINLINE inline void load_matrix(unsigned (&r)[4], const void* row, Site site) {
+    LoadMatrix<TRANSPOSED> m;
+    check_shared(row, "ldmatrix", site);
+    EMU_ACCESS(row, 16, READ);
+    memcpy(m.row, row, 16);
+    warp_function(~0u, LoadMatrix<TRANSPOSED>::run, &m, "ldmatrix", site);
     memcpy(r, m.out, sizeof m.out);
 }
 }  // namespace emu
@@ -514,10 +429,8 @@ EMU_ENGINE inline void mma_m16n8k16(float (&d)[4], const unsigned (&a)[4], const
     emu::Mma m = {d, a, b, c};
     emu::warp_function(~0u, emu::Mma::run, &m, "mma_m16n8k16", site);
 }
-inline void ldmatrix_x4(unsigned (&r)[4], const void* row, EMU_SITE) { emu::load_matrix<4, false>(r, row, site); }
-inline void ldmatrix_x4_trans(unsigned (&r)[4], const void* row, EMU_SITE) { emu::load_matrix<4, true>(r, row, site); }
-inline void ldmatrix_x2(unsigned (&r)[2], const void* row, EMU_SITE) { emu::load_matrix<2, false>(r, row, site); }
-inline void ldmatrix_x2_trans(unsigned (&r)[2], const void* row, EMU_SITE) { emu::load_matrix<2, true>(r, row, site); }
+inline void ldmatrix_x4(unsigned (&r)[4], const void* row, EMU_SITE) { emu::load_matrix<false>(r, row, site); }
+inline void ldmatrix_x4_trans(unsigned (&r)[4], const void* row, EMU_SITE) { emu::load_matrix<true>(r, row, site); }
 
 // 16 bytes from device to shared memory; where !valid, 16 zeros, and src is not read.
 EMU_ENGINE EMU_NOINLINE inline void cp_async_16(void* dst, const void* src, bool valid = true, EMU_SITE) {
@@ -580,7 +493,6 @@ EMU_ENGINE inline float reciprocal_approx(float x) {
 
 enum cudaError_t {
     cudaSuccess = 0,
-    cudaErrorInvalidValue = 1,
     cudaErrorMemoryAllocation = 2,
     cudaErrorInsufficientDriver = 35,
     cudaErrorNoDevice = 100,
@@ -599,13 +511,7 @@ enum cudaMemcpyKind {
     cudaMemcpyDeviceToDevice,
     cudaMemcpyDefault
 };
-enum {
-    cudaStreamDefault = 0,
-    cudaStreamNonBlocking = 1,
-    cudaEventDefault = 0,
-    cudaEventDisableTiming = 2,
-    cudaHostAllocDefault = 0
-};
+enum { cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2 };
 
 using cudaStream_t = emu::Stream*;
 struct cudaDeviceProp {
@@ -644,7 +550,6 @@ inline const char* cudaGetErrorString(cudaError_t e) {
            : e == cudaErrorNotReady         ? "device not ready"
                                             : "an error of cuda_on_cpu";
 }
-inline cudaError_t cudaPeekAtLastError() { return emu::last_error; }
 inline cudaError_t cudaGetLastError() {
     const cudaError_t e = emu::last_error;
     emu::last_error = cudaSuccess;
@@ -671,7 +576,6 @@ inline cudaError_t cudaDeviceSynchronize() { return emu::run_all_streams(), cuda
 // ---- memory
 template <class T>
 inline cudaError_t cudaMalloc(T** p, size_t bytes) {
-    *p = nullptr;
     *p = (T*)emu::device_alloc(bytes);
     return *p ? cudaSuccess : emu::error(cudaErrorMemoryAllocation);
 }
@@ -682,16 +586,11 @@ inline cudaError_t cudaFree(void* p) {
     return cudaSuccess;
 }
 template <class T>
-inline cudaError_t cudaHostAlloc(T** p, size_t bytes, unsigned) {
-    *p = nullptr;
+inline cudaError_t cudaMallocHost(T** p, size_t bytes) {
     *p = (T*)malloc(bytes);
     if (!*p) return emu::error(cudaErrorMemoryAllocation);
     emu::poison(*p, bytes, emu::DEVICE_POISON);
     return cudaSuccess;
-}
-template <class T>
-inline cudaError_t cudaMallocHost(T** p, size_t bytes) {
-    return cudaHostAlloc(p, bytes, cudaHostAllocDefault);
 }
 inline cudaError_t cudaFreeHost(void* p) {
     if (p && emu::is_device(p)) emu::stop("cudaFreeHost of device memory");
@@ -738,20 +637,11 @@ inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
     emu::machine.streams.push_back(*stream = new emu::Stream);
     return cudaSuccess;
 }
-inline cudaError_t cudaStreamCreate(cudaStream_t* stream) {
-    return cudaStreamCreateWithFlags(stream, cudaStreamDefault);
-}
+inline cudaError_t cudaStreamCreate(cudaStream_t* stream) { return cudaStreamCreateWithFlags(stream, 0); }
 inline cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
     emu::Stream* s = emu::stream_or_default(stream);
     emu::run_until(s, s->sent);
     return cudaSuccess;
-}
-// Every query makes a little progress, so that a program that polls ends.
-inline cudaError_t cudaStreamQuery(cudaStream_t stream) {
-    emu::Stream* s = emu::stream_or_default(stream);
-    if (s->done == s->sent) return cudaSuccess;
-    emu::run_until(s, s->done + 1);
-    return cudaErrorNotReady;
 }
 inline cudaError_t cudaStreamDestroy(cudaStream_t stream) {
     cudaStreamSynchronize(stream);
@@ -808,7 +698,7 @@ using cudaEvent_t = emu::Event*;
 inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
     return *event = new emu::Event, cudaSuccess;
 }
-inline cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, cudaEventDefault); }
+inline cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
 inline cudaError_t cudaEventDestroy(cudaEvent_t event) {
     return emu::live_event(event, "cudaEventDestroy")->destroyed = true, cudaSuccess;
 }
@@ -826,6 +716,7 @@ inline cudaError_t cudaEventSynchronize(cudaEvent_t event) {
     if (emu::live_event(event, "cudaEventSynchronize")->stream) emu::run_until(event->stream, event->upto);
     return cudaSuccess;
 }
+// Every query makes a little progress, so that a program that polls ends.
 inline cudaError_t cudaEventQuery(cudaEvent_t event) {
     if (!emu::live_event(event, "cudaEventQuery")->stream || event->stream->done >= event->upto) return cudaSuccess;
     emu::run_until(event->stream, event->stream->done + 1);

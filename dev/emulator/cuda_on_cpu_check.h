@@ -37,10 +37,9 @@ struct Cell {
     Use use[2];
     unsigned earlier_read, earlier_update;  // intervals of the latest by earlier blocks that have left `use`
 };
-inline Cell* cells = nullptr;            // one for every two bytes of the range
-inline Known* known = nullptr;           // likewise
-inline bool report_unwritten = true;     // tests that read unwritten memory on purpose clear it
-inline bool report_source_lines = true;  // a report runs addr2line, which takes 50 ms: the fuzzer clears it
+inline Cell* cells = nullptr;         // one for every two bytes of the range
+inline Known* known = nullptr;        // likewise
+inline bool report_unwritten = true;  // tests that read unwritten memory on purpose clear it
 
 inline void reserve_cells() {
     cells = (Cell*)reserve_addresses(RANGE_BYTES / 2 * sizeof(Cell), PROT_READ | PROT_WRITE);
@@ -59,7 +58,6 @@ EMU_ENGINE inline void set_known(const void* address, size_t bytes, Known k) {
 
 // "file:line" of an instruction: the innermost one outside the emulator's headers.
 inline std::string source_line(unsigned place) {
-    if (!report_source_lines) return "?";
     char program[256] = "", line[512];
     if (readlink("/proc/self/exe", program, sizeof program - 1) < 0) return "?";
     // Addresses in a position-independent program begin at 0. place is a return address, and place - 1 is in the call.
@@ -236,20 +234,8 @@ EMU_HOOK void __ubsan_on_report() {
     EMU_HOOK type __tsan_atomic##bits##_fetch_sub(volatile type* p, type v, int) {                                   \
         return __atomic_fetch_sub(p, v, __ATOMIC_SEQ_CST);                                                           \
     }                                                                                                                \
-    EMU_HOOK type __tsan_atomic##bits##_fetch_and(volatile type* p, type v, int) {                                   \
-        return __atomic_fetch_and(p, v, __ATOMIC_SEQ_CST);                                                           \
-    }                                                                                                                \
-    EMU_HOOK type __tsan_atomic##bits##_fetch_or(volatile type* p, type v, int) {                                    \
-        return __atomic_fetch_or(p, v, __ATOMIC_SEQ_CST);                                                            \
-    }                                                                                                                \
-    EMU_HOOK type __tsan_atomic##bits##_fetch_xor(volatile type* p, type v, int) {                                   \
-        return __atomic_fetch_xor(p, v, __ATOMIC_SEQ_CST);                                                           \
-    }                                                                                                                \
     EMU_HOOK int __tsan_atomic##bits##_compare_exchange_strong(volatile type* p, type* expected, type v, int, int) { \
         return __atomic_compare_exchange_n(p, expected, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);               \
-    }                                                                                                                \
-    EMU_HOOK int __tsan_atomic##bits##_compare_exchange_weak(volatile type* p, type* expected, type v, int, int) {   \
-        return __atomic_compare_exchange_n(p, expected, v, true, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);                \
     }
 EMU_ATOMIC_HOOKS(8, unsigned char)
 EMU_ATOMIC_HOOKS(16, unsigned short)

@@ -504,13 +504,6 @@ EMU_ENGINE inline long unwritten(const T* p, size_t n) {
     }
     return count;
 }
-// For tests. Makes device memory fresh again, so that a buffer's next use must write it anew.
-inline void make_fresh(void* p, size_t bytes) {
-    check_device_array("make_fresh", p, bytes);
-    const OpenRange open;
-    poison(p, bytes, DEVICE_POISON);
-    set_known(p, bytes, UNWRITTEN);
-}
 
 // ---- shared memory: an array is made when the first thread of the block comes by its declaration, at `place` modulo
 // `modulus`

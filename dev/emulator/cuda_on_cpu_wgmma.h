@@ -296,9 +296,11 @@ EMU_ENGINE inline void fence_wgmma(unsigned, void**) {
 }
 EMU_ENGINE inline void commit_wgmma(unsigned, void**) { wgmma_warps[machine.current / 32].group++; }
 
-EMU_ENGINE EMU_NOINLINE inline void issue_wgmma(int n, float* c, const unsigned* a, WgmmaTile a_tile, WgmmaTile b,
+template <int N>
+EMU_ENGINE EMU_NOINLINE inline void issue_wgmma(float (&c)[N][4], const unsigned* a, WgmmaTile a_tile, WgmmaTile b,
                                                 bool add, bool columns, Site site) {
-    IssueWgmma call = {{n, add, a != nullptr, columns, a_tile, b, site, __builtin_return_address(0)}, c, a};
+    static_assert(N == 8 || N == 16);
+    IssueWgmma call = {{N, add, a != nullptr, columns, a_tile, b, site, __builtin_return_address(0)}, c[0], a};
     warp_function(~0u, IssueWgmma::run, &call, "wgmma", site);
 }
 }  // namespace emu
@@ -331,26 +333,21 @@ EMU_ENGINE inline void async_fence() {
 // c (64 x 8 N) = a b^T or += a b^T, and += a b where b's rows run along k; 16 rows of c and a in each warp
 template <int N>
 inline void wgmma_first(float (&c)[N][4], WgmmaTile a, WgmmaTile b, EMU_SITE) {
-    static_assert(N == 8 || N == 16);
-    emu::issue_wgmma(N, c[0], nullptr, a, b, false, false, site);
+    emu::issue_wgmma(c, nullptr, a, b, false, false, site);
 }
 template <int N>
 inline void wgmma_add(float (&c)[N][4], WgmmaTile a, WgmmaTile b, EMU_SITE) {
-    static_assert(N == 8 || N == 16);
-    emu::issue_wgmma(N, c[0], nullptr, a, b, true, false, site);
+    emu::issue_wgmma(c, nullptr, a, b, true, false, site);
 }
 template <int N>
 inline void wgmma_first(float (&c)[N][4], const unsigned (&a)[4], WgmmaTile b, EMU_SITE) {
-    static_assert(N == 8 || N == 16);
-    emu::issue_wgmma(N, c[0], a, {}, b, false, false, site);
+    emu::issue_wgmma(c, a, {}, b, false, false, site);
 }
 template <int N>
 inline void wgmma_add(float (&c)[N][4], const unsigned (&a)[4], WgmmaTile b, EMU_SITE) {
-    static_assert(N == 8 || N == 16);
-    emu::issue_wgmma(N, c[0], a, {}, b, true, false, site);
+    emu::issue_wgmma(c, a, {}, b, true, false, site);
 }
 template <int N>
 inline void wgmma_add_columns(float (&c)[N][4], const unsigned (&a)[4], WgmmaTile b, EMU_SITE) {
-    static_assert(N == 8 || N == 16);
-    emu::issue_wgmma(N, c[0], a, {}, b, true, true, site);
+    emu::issue_wgmma(c, a, {}, b, true, true, site);
 }

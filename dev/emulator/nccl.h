@@ -21,8 +21,8 @@ enum ncclResult_t {
     ncclRemoteError = 6,
     ncclInProgress = 7
 };
-enum ncclDataType_t { ncclUint8 = 1, ncclInt32 = 2, ncclFloat = 7, ncclDouble = 8, ncclBfloat16 = 9 };
-enum ncclRedOp_t { ncclSum = 0, ncclMax = 2, ncclAvg = 4 };
+enum ncclDataType_t { ncclUint8 = 1, ncclFloat = 7, ncclDouble = 8, ncclBfloat16 = 9 };
+enum ncclRedOp_t { ncclSum = 0 };
 struct ncclUniqueId {
     char internal[128];
 };
@@ -136,21 +136,15 @@ inline ncclResult_t ncclCommInitRank(ncclComm_t* c, int ranks, ncclUniqueId id, 
     if (shared.shares_a_device()) return ncclInvalidUsage;
     return *c = new emu::Communicator{ranks, rank, shared}, ncclSuccess;
 }
-inline ncclResult_t ncclCommDestroy(
-    ncclComm_t c) {  // collective, as NCCL's is within a machine: it waits for all ranks
+// Collective, as NCCL's is within a machine: it waits for all ranks.
+inline ncclResult_t ncclCommDestroy(ncclComm_t c) {
     c->shared.meet();
-    c->shared.leave();
-    return delete c, ncclSuccess;
-}
-inline ncclResult_t ncclCommAbort(ncclComm_t c) {
     c->shared.leave();
     return delete c, ncclSuccess;
 }
 inline ncclResult_t ncclCommGetAsyncError(ncclComm_t c, ncclResult_t* error) {
     return *error = c->asynchronous_error, ncclSuccess;
 }
-inline ncclResult_t ncclCommCount(ncclComm_t c, int* ranks) { return *ranks = c->ranks, ncclSuccess; }
-inline ncclResult_t ncclCommUserRank(ncclComm_t c, int* rank) { return *rank = c->rank, ncclSuccess; }
 inline ncclResult_t ncclGroupStart() { return ncclSuccess; }
 inline ncclResult_t ncclGroupEnd() { return ncclSuccess; }
 
@@ -163,16 +157,13 @@ constexpr size_t nccl_bytes(ncclDataType_t type) {
 EMU_ENGINE inline float widen(__nv_bfloat16 x) { return float(x); }
 EMU_ENGINE inline float widen(float x) { return x; }
 EMU_ENGINE inline double widen(double x) { return x; }
-EMU_ENGINE inline int32_t widen(int32_t x) { return x; }
 EMU_ENGINE inline void narrow(__nv_bfloat16& x, float sum) { x = __nv_bfloat16(sum); }
 EMU_ENGINE inline void narrow(float& x, float sum) { x = sum; }
 EMU_ENGINE inline void narrow(double& x, double sum) { x = sum; }
-EMU_ENGINE inline void narrow(int32_t& x, int32_t sum) { x = sum; }
 
-// values [n]: what `operation` makes of every rank's values, everywhere. Sums of bf16 are rounded at every hop, as
-// NCCL's.
+// values [n]: the sum of every rank's values, everywhere. Sums of bf16 are rounded at every hop, as NCCL's.
 template <class Element, class T>
-EMU_ENGINE inline void combine(T* values, size_t n, ncclRedOp_t operation, const Communicator& c) {
+EMU_ENGINE inline void combine(T* values, size_t n, const Communicator& c) {
     const size_t most = SharedMemory::SLOT / sizeof(T);
     for (size_t at = 0; c.shared.memory && at < n; at += most) {
         const size_t count = n - at < most ? n - at : most;
@@ -182,7 +173,7 @@ EMU_ENGINE inline void combine(T* values, size_t n, ncclRedOp_t operation, const
             const T* theirs = reinterpret_cast<const T*>(c.shared.slot(r));
             for (size_t i = 0; i < count; i++) {
                 T& x = values[at + i];
-                x = r == 0 ? theirs[i] : operation == ncclMax ? (x > theirs[i] ? x : theirs[i]) : x + theirs[i];
+                x = r == 0 ? theirs[i] : x + theirs[i];
                 Element hop;
                 narrow(hop, x), x = widen(hop);
             }
@@ -191,32 +182,30 @@ EMU_ENGINE inline void combine(T* values, size_t n, ncclRedOp_t operation, const
     }
 }
 
-// out[i] = in[first + i] reduced over the ranks, for i < n, of `total` elements; every rank may keep another part.
+// out[i] = in[first + i] summed over the ranks, for i < n, of `total` elements; every rank may keep another part.
 template <class T>
-EMU_ENGINE inline void reduce_over_ranks(const T* in, T* out, size_t total, size_t first, size_t n,
-                                         ncclRedOp_t operation, const Communicator& c) {
+EMU_ENGINE inline void sum_over_ranks(const T* in, T* out, size_t total, size_t first, size_t n,
+                                      const Communicator& c) {
     using Wide = decltype(widen(T()));
     std::vector<Wide> sums(total);
     for (size_t i = 0; i < total; i++) sums[i] = widen(in[i]);
-    combine<T>(sums.data(), total, operation, c);
+    combine<T>(sums.data(), total, c);
     if constexpr (std::is_same_v<Wide, float>) {
         if (peers) peers->add(in, sums.data(), total);
-    } else if constexpr (std::is_same_v<Wide, double>) {
+    } else {
         if (peers) peers->add_doubles(sums.data(), total);
     }
-    for (size_t i = 0; i < n; i++)
-        narrow(out[i], operation == ncclAvg ? sums[first + i] / Wide(c.ranks) : sums[first + i]);
+    for (size_t i = 0; i < n; i++) narrow(out[i], sums[first + i]);
 }
 
-EMU_ENGINE inline void reduce_now(const void* in, void* out, size_t total, size_t first, size_t n, ncclDataType_t type,
-                                  ncclRedOp_t operation, const Communicator& c) {
+EMU_ENGINE inline void sum_now(const void* in, void* out, size_t total, size_t first, size_t n, ncclDataType_t type,
+                               const Communicator& c) {
     const OpenRange open;
     EMU_ACCESS(in, total * nccl_bytes(type), READ);
     EMU_ACCESS(out, n * nccl_bytes(type), WRITE);
-    if (type == ncclFloat) reduce_over_ranks((const float*)in, (float*)out, total, first, n, operation, c);
-    else if (type == ncclDouble) reduce_over_ranks((const double*)in, (double*)out, total, first, n, operation, c);
-    else if (type == ncclInt32) reduce_over_ranks((const int32_t*)in, (int32_t*)out, total, first, n, operation, c);
-    else reduce_over_ranks((const __nv_bfloat16*)in, (__nv_bfloat16*)out, total, first, n, operation, c);
+    if (type == ncclFloat) sum_over_ranks((const float*)in, (float*)out, total, first, n, c);
+    else if (type == ncclDouble) sum_over_ranks((const double*)in, (double*)out, total, first, n, c);
+    else sum_over_ranks((const __nv_bfloat16*)in, (__nv_bfloat16*)out, total, first, n, c);
 }
 // What rank `root` has at p, everywhere at p.
 EMU_ENGINE inline void spread(char* p, size_t bytes, int root, const Communicator& c) {
@@ -262,20 +251,20 @@ inline void check_buffers(const char* what, const void* in, size_t in_bytes, con
 }
 }  // namespace emu
 
-inline ncclResult_t ncclAllReduce(const void* in, void* out, size_t n, ncclDataType_t type, ncclRedOp_t operation,
-                                  ncclComm_t c, cudaStream_t stream) {
+inline ncclResult_t ncclAllReduce(const void* in, void* out, size_t n, ncclDataType_t type, ncclRedOp_t, ncclComm_t c,
+                                  cudaStream_t stream) {
     if (!c || type == ncclUint8) return ncclInvalidArgument;
     emu::check_buffers("ncclAllReduce", in, n * emu::nccl_bytes(type), out, n * emu::nccl_bytes(type), in, out);
-    emu::enqueue_collective(stream, [=] { emu::reduce_now(in, out, n, 0, n, type, operation, *c); });
+    emu::enqueue_collective(stream, [=] { emu::sum_now(in, out, n, 0, n, type, *c); });
     return ncclSuccess;
 }
 // Rank r receives elements [r n, (r + 1) n) of the sum.
-inline ncclResult_t ncclReduceScatter(const void* in, void* out, size_t n, ncclDataType_t type, ncclRedOp_t operation,
+inline ncclResult_t ncclReduceScatter(const void* in, void* out, size_t n, ncclDataType_t type, ncclRedOp_t,
                                       ncclComm_t c, cudaStream_t stream) {
     if (!c || type == ncclUint8) return ncclInvalidArgument;
     const size_t bytes = n * emu::nccl_bytes(type), ranks = size_t(c->ranks), rank = size_t(c->rank);
     emu::check_buffers("ncclReduceScatter", in, bytes * ranks, out, bytes, (const char*)in + rank * bytes, out);
-    emu::enqueue_collective(stream, [=] { emu::reduce_now(in, out, n * ranks, rank * n, n, type, operation, *c); });
+    emu::enqueue_collective(stream, [=] { emu::sum_now(in, out, n * ranks, rank * n, n, type, *c); });
     return ncclSuccess;
 }
 // Rank r's n elements become elements [r n, (r + 1) n) everywhere.

@@ -324,48 +324,33 @@ __global__ void one_mma(float* d, const unsigned* a, const unsigned* b, const fl
     for (int i = 0; i < 4; i++) d[l * 4 + i] = fd[i];
 }
 
-__global__ void one_ldmatrix(unsigned* out, const unsigned short* in, bool transposed,
-                             int matrices) {  // out (32, 4), in (32, 8)
+__global__ void one_ldmatrix(unsigned* out, const unsigned short* in, bool transposed) {  // out (32, 4), in (32, 8)
     SHARED(uint4, rows, [32]);
     const int l = threadIdx.x;
     rows[l] = reinterpret_cast<const uint4*>(in)[l];
     __syncwarp();
-    unsigned r[4] = {}, two[2] = {};
-    if (matrices == 4) {
-        if (transposed) ldmatrix_x4_trans(r, &rows[l]);
-        else ldmatrix_x4(r, &rows[l]);
-    } else {
-        if (transposed) ldmatrix_x2_trans(two, &rows[l % 16]);
-        else ldmatrix_x2(two, &rows[l % 16]);
-        r[0] = two[0], r[1] = two[1];
-    }
+    unsigned r[4];
+    if (transposed) ldmatrix_x4_trans(r, &rows[l]);
+    else ldmatrix_x4(r, &rows[l]);
     for (int i = 0; i < 4; i++) out[l * 4 + i] = r[i];
 }
 
-constexpr int WARP_RESULTS = 18;
+constexpr int WARP_RESULTS = 10;
 __global__ void one_of_each_warp_function(int* out, const int* in) {  // out (WARP_RESULTS, 32), in (32)
     const unsigned all = 0xffffffffu;
     const int l = threadIdx.x, v = in[l];
     int r = 0;
     out[32 * r++ + l] = __shfl_sync(all, v, 5);
     out[32 * r++ + l] = __shfl_sync(all, v, l * 7);
-    out[32 * r++ + l] = __shfl_sync(all, v, 3, 8);
     out[32 * r++ + l] = __shfl_xor_sync(all, v, 9);
     out[32 * r++ + l] = __shfl_up_sync(all, v, 3);
-    out[32 * r++ + l] = __shfl_down_sync(all, v, 3);
-    out[32 * r++ + l] = __shfl_down_sync(all, v, 3, 8);
-    out[32 * r++ + l] = __shfl_up_sync(all, v, 3, 8);
-    out[32 * r++ + l] = __shfl_xor_sync(all, v, 12, 8);
     out[32 * r++ + l] = int(__ballot_sync(all, v > 0));
     out[32 * r++ + l] = __any_sync(all, v == in[7]);
-    out[32 * r++ + l] = __all_sync(all, v == in[7]);
-    out[32 * r++ + l] = __reduce_add_sync(all, v);
     out[32 * r++ + l] = __reduce_max_sync(all, v);
     out[32 * r++ + l] = __reduce_min_sync(all, v);
     out[32 * r++ + l] = int(__reduce_or_sync(all, unsigned(v)));
-    out[32 * r++ + l] = int(__reduce_and_sync(all, unsigned(v)));
     // The halves of the warp apart, each with its own mask.
-    if (l < 16) out[32 * r + l] = __reduce_add_sync(0x0000ffffu, v);
+    if (l < 16) out[32 * r + l] = __reduce_min_sync(0x0000ffffu, v);
     else out[32 * r + l] = __reduce_max_sync(0xffff0000u, v);
 }
 

@@ -40,7 +40,7 @@ __global__ void return_before_shuffle(float* x) {
 }
 __global__ void half_warp_shuffles(float* x) {
     float v = threadIdx.x;
-    if (threadIdx.x < 16) v += __shfl_down_sync(0xffffffffu, v, 8);
+    if (threadIdx.x < 16) v += __shfl_xor_sync(0xffffffffu, v, 8);
     x[threadIdx.x] = v;
 }
 __global__ void two_shuffles_meet(float* x) {
