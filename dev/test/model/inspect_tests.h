@@ -1,6 +1,6 @@
 // inspect_tests.h: the verb `inspect`: its JSON against the specification in fp64, its page against its JSON, the
 // worked example against numbers by hand and against dev/MODEL.md. What a browser makes of the page,
-// dev/inspect_browser.py sees; it runs here where there is a Chromium.
+// dev/browser_check.py sees; it runs here where there is a Chromium.
 #pragma once
 #include "model_tests.h"
 #include "../program/program.h"
@@ -258,7 +258,7 @@ TEST_LONG(inspect_page_in_a_browser) {
     REQUIRE_GOOD(run({"inspect", "--from", folder.file("run"), "--text", folder.file("text.txt"), "--json",
                       folder.file("x.json"), "--html", folder.file("x.html")}));
     const Result r =
-        execute({"/usr/bin/env", "python3", "dev/inspect_browser.py", folder.file("x.html"), folder.file("x.json")});
+        execute({"/usr/bin/env", "python3", "dev/browser_check.py", folder.file("x.html"), folder.file("x.json")});
     CHECK_EQUAL(r.err, "");
     CHECK(std::regex_search(r.out, std::regex("^[0-9]{3,} checks, all good\n$")));
 }

@@ -436,7 +436,7 @@ TEST_LONG(report_page_in_a_browser) {
     history(folder, "two", resumed_run());
     for (const Words& runs : {Words{folder.file("one")}, Words{folder.file("one"), folder.file("two")}}) {
         REQUIRE_GOOD(run(joined(joined({"report", "--from"}, runs), {"--html", page})));
-        const Result r = execute({"/usr/bin/env", "python3", "dev/report_browser.py", page});
+        const Result r = execute({"/usr/bin/env", "python3", "dev/browser_check.py", page});
         CHECK_EQUAL(r.err, "");
         CHECK_EQUAL(r.status, 0);
     }
