@@ -75,9 +75,10 @@ CRASH_PROGRAMS := $(BUILD)/crash_test $(BUILD)/faults.so
 CRASH_TESTS := '$(BUILD)/crash_test --shim $(BUILD)/faults.so'
 .PHONY: crash_test
 crash_test: train_nsa $(CRASH_PROGRAMS)
-$(BUILD)/crash_test: dev/crash_test/crash_test.cpp $(BUILD)/command
-	$(call quiet,CXX )$(CXX) -std=c++17 -O1 -Wall -Wextra $(if $(WERROR),-Werror) -pthread $(SAN_FLAGS) $(DEPENDS) $< \
-	    -o $@
+$(BUILD)/crash_test: $(BUILD)/crash_test.o $(APART)
+	$(call quiet,LINK)$(HOST_LINK) $(filter %.o,$^) -o $@ $(HOST_LIBS)
+$(BUILD)/crash_test.o: dev/crash_test/crash_test.cpp $(BUILD)/command
+	$(call quiet,CXX )$(HOST) -O1 $(DEPENDS) -c $< -o $@
 $(BUILD)/faults.so: dev/crash_test/faults.c $(BUILD)/command
 	$(call quiet,CC  )$(CC) -shared -fPIC -O1 -Wall -Wextra $(if $(WERROR),-Werror) -pthread $< -o $@ -ldl
 
@@ -86,7 +87,8 @@ $(BUILD)/faults.so: dev/crash_test/faults.c $(BUILD)/command
 # A finding is saved as build/fuzz/TARGET.finding-HASH; FUZZ_TARGET=TARGET build/fuzz/fuzz THAT_FILE shows it again. The
 # corpus grows in build/fuzz/TARGET, from seeds that the target itself writes.
 .PHONY: fuzz
-FUZZ = env FUZZ_TARGET=$(TARGET) ASAN_OPTIONS=malloc_context_size=1:quarantine_size_mb=2 $(BUILD)/fuzz/fuzz
+FUZZ = env TMPDIR=/dev/shm FUZZ_TARGET=$(TARGET) ASAN_OPTIONS=malloc_context_size=1:quarantine_size_mb=2 \
+  $(BUILD)/fuzz/fuzz
 fuzz: $(BUILD)/fuzz/fuzz
 	@mkdir -p $(BUILD)/fuzz/$(TARGET)
 	FUZZ_SEEDS=$(BUILD)/fuzz/$(TARGET) $(FUZZ)

@@ -17,49 +17,25 @@
 // - a damaged checkpoint is named and never resumed from; unless the disk lied or we did the damage, there is none,
 //   whatever the moment of the crash;
 // - if a write fails and the program lives, it says so and trains on to the last step.
-#include <functional>
-#include <map>
-#include <regex>
+#include "../test/program/program.h"
 
-#include <poll.h>
-#include <signal.h>
-#include <sys/wait.h>
-
-#include "../../lib/run/checkpoint.h"
-
-extern char** environ;
+using program::Result;
+using program::Words;
 
 struct Settings {
     int64_t kills = 8, faults = 0, rot = 3, seed = 1;  // faults: rounds of each kind; 0: the default, 1 or 10
     std::string program = "./train_nsa", shim = "build/faults.so", mpirun = "mpirun -np 2";
-    std::vector<std::string> more;
+    Words more;
 };
 
-struct Ended {
-    int status = 0;  // of exit, or 128 + signal
-    bool killed = false, late = false;
-    double seconds = 0;
-    std::string out, err;
-};
-
-static std::vector<std::string> lines_of(const std::string& text, const std::string& beginning = "") {
-    std::vector<std::string> lines;
+static Words lines_of(const std::string& text, const std::string& beginning = "") {
+    Words lines;
     for (size_t at = 0; at < text.size();) {
         const size_t end = std::min(text.find('\n', at), text.size());
         if (text.compare(at, beginning.size(), beginning) == 0) lines.push_back(text.substr(at, end - at));
         at = end + 1;
     }
     return lines;
-}
-
-static std::vector<std::string> words_of(const std::string& text) {
-    std::vector<std::string> words;
-    for (size_t at = 0; (at = text.find_first_not_of(' ', at)) != std::string::npos;) {
-        const size_t end = std::min(text.find(' ', at), text.size());
-        words.push_back(text.substr(at, end - at));
-        at = end;
-    }
-    return words;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -72,17 +48,30 @@ static std::vector<pid_t> processes_with(const std::string& variable, const std:
     for (const std::string& name : folder_entries("/proc")) {
         const pid_t pid = pid_t(std::atoi(name.c_str()));
         if (pid <= 0) continue;
-        std::ifstream environment_file("/proc/" + name + "/environ"), command_file("/proc/" + name + "/comm");
-        const std::string environment((std::istreambuf_iterator<char>(environment_file)),
-                                      std::istreambuf_iterator<char>());
+        std::ifstream environment("/proc/" + name + "/environ"), command_file("/proc/" + name + "/comm");
         std::string comm;
         std::getline(command_file, comm);
-        if (('\0' + environment).find('\0' + variable + '\0') != std::string::npos &&
-            (command.empty() || comm == command))
-            found.push_back(pid);
+        bool is_ours = false;
+        for (std::string one; std::getline(environment, one, '\0');) is_ours = is_ours || one == variable;
+        if (is_ours && (command.empty() || comm == command)) found.push_back(pid);
     }
     return found;
 }
+
+// What faults.c does, and where among the reference's operations.
+enum Operations { WRITES, FSYNCS, FILE_FSYNCS, RENAMES, BYTES, ALL };
+struct Fault {
+    const char* kind;
+    Operations among;
+    int64_t most;  // of FAULT's last number
+    int error;     // that the program has to report; 0: none
+    bool crashes, lies;
+};
+// The first four also strike rank 1 alone, which sends its records to rank 0.
+const Fault FAULTS[] = {{"short", WRITES, 1, 0, false, false},         {"enospc", BYTES, 30, ENOSPC, false, false},
+                        {"eio_write", WRITES, 3, EIO, false, false},   {"eio_fsync", FSYNCS, 3, EIO, false, false},
+                        {"eio_rename", RENAMES, 3, EIO, false, false}, {"power_cut", ALL, 1, 0, true, false},
+                        {"torn", FILE_FSYNCS, 200, 0, true, true},     {"lost_rename", RENAMES, 200, 0, true, true}};
 
 class CrashTest {
   public:
@@ -98,46 +87,21 @@ class CrashTest {
 
     // Runs the program in `folder` with --out run. kill_after: seconds; < 0: never. With several ranks, half of the
     // kills strike only one. `fault` is put before the command, see fault_environment.
-    Ended run(const std::string& folder, int ranks, bool resume, double kill_after,
-              std::vector<std::string> fault = {}) {
+    Result run(const std::string& folder, int ranks, bool resume, double kill_after, Words fault = {}) {
         if (!fault.empty()) fault.push_back("FAULT_FOLDER=" + folder + "/run");
         const std::string mark = format_text("CRASH_TEST_RUN=%d.%lld", int(getpid()), (long long)++runs);
-        int out[2], err[2];
-        if (pipe2(out, O_CLOEXEC) != 0 || pipe2(err, O_CLOEXEC) != 0)
-            fail("cannot make a pipe: %s", std::strerror(errno));
-        const double begin = seconds_now();
-        const pid_t child = start(folder, command_words(ranks, resume, fault), mark, out[1], err[1]);
-        close(out[1]), close(err[1]);
-        Ended ended;
-        struct pollfd streams[2] = {{out[0], POLLIN, 0}, {err[0], POLLIN, 0}};
-        while (streams[0].fd >= 0 || streams[1].fd >= 0) {
-            const double limit = kill_after >= 0 && !ended.killed ? kill_after : 120,
-                         left = begin + limit - seconds_now();
-            struct timespec wait = {0, 0};
-            if (left > 0) wait.tv_sec = time_t(left), wait.tv_nsec = long(1e9 * (left - double(wait.tv_sec)));
-            ppoll(streams, 2, &wait, nullptr);
-            for (int i = 0; i < 2; i++) {
-                if (streams[i].fd < 0 || !streams[i].revents) continue;
-                char bytes[4096];
-                const ssize_t n = ::read(streams[i].fd, bytes, sizeof bytes);
-                if (n > 0) (i ? ended.err : ended.out).append(bytes, size_t(n));
-                else if (n == 0 || errno != EINTR) close(streams[i].fd), streams[i].fd = -1;
-            }
-            if (seconds_now() < begin + limit) continue;
-            ended.late = ended.killed || kill_after < 0;
-            kill_run(child, mark, ranks, ended.late || draw(2));
-            ended.killed = true;
-            if (ended.late) break;
-        }
-        for (struct pollfd& s : streams)
-            if (s.fd >= 0) close(s.fd);
-        int status;
-        while (waitpid(child, &status, 0) < 0 && errno == EINTR) {
-        }
+        program::Start start;
+        start.environment = {mark};
+        start.seconds = 120 + std::max(kill_after, 0.0);
+        start.strike_after = kill_after;
+        start.strike = [&](pid_t child) { kill_run(child, mark, ranks, draw(2)); };
+        const Result ended = program::execute(
+            program::joined({"/usr/bin/env", "-C", folder}, command_words(ranks, resume, fault)), start);
         // A run need not survive two writers at once, so the last rank must be gone before the next start.
-        while (ranks > 1 && !processes_with(mark, "").empty()) usleep(1000);
-        ended.status = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
-        ended.seconds = seconds_now() - begin;
+        while (ranks > 1 && !processes_with(mark, "").empty()) {
+            if (ended.status == TOO_LATE) kill_run(0, mark, ranks, true);
+            usleep(1000);
+        }
         return ended;
     }
 
@@ -145,7 +109,7 @@ class CrashTest {
     void make_reference(int ranks) {
         Reference& r = references[ranks];
         r.folder = new_folder(format_text("reference_%d", ranks));
-        Ended e = run(r.folder, ranks, false, -1);
+        Result e = run(r.folder, ranks, false, -1);
         if (e.status != 0)
             fail("the run that nobody breaks ended with status %d: %s%s", e.status, e.out.c_str(), e.err.c_str());
         r.seconds = e.seconds;
@@ -153,7 +117,7 @@ class CrashTest {
         r.log = lines_of(read_file(r.folder + "/run/main.log"), "s:");
         std::printf("reference with %d rank%s: %zu lines of main.log, %zu files in the last checkpoint, %.2f s\n",
                     ranks, ranks > 1 ? "s" : "", r.log.size(), r.manifest.files.size(), r.seconds);
-        const Ended counted =
+        const Result counted =
             run(new_folder(format_text("count_%d", ranks)), ranks, false, -1, fault_environment("count", 0, 0));
         std::smatch m;
         const std::string text = file_exists(fault_log) ? read_file(fault_log) : "";
@@ -162,10 +126,11 @@ class CrashTest {
                 text, m, std::regex("writes (\\d+) fsyncs (\\d+) file_fsyncs (\\d+) renames (\\d+) bytes (\\d+)")))
             fail("%s counted nothing in a run of status %d: '%s' %s", settings.shim.c_str(), counted.status,
                  text.c_str(), counted.err.c_str());
-        for (size_t i = 0; i < 5; i++) r.count[i] = std::stoll(m[i + 1]);
-        std::printf("        %lld writes of %lld bytes, %lld fsyncs, %lld renames\n", (long long)r.count[0],
-                    (long long)r.count[4], (long long)r.count[1], (long long)r.count[3]);
-        if (r.count[1] == 0) fail("the program made no checkpoint");
+        for (size_t i = 0; i < ALL; i++) r.count[i] = std::stoll(m[i + 1]);
+        r.count[ALL] = r.count[WRITES] + r.count[FSYNCS] + r.count[RENAMES];
+        std::printf("        %lld writes of %lld bytes, %lld fsyncs, %lld renames\n", (long long)r.count[WRITES],
+                    (long long)r.count[BYTES], (long long)r.count[FSYNCS], (long long)r.count[RENAMES]);
+        if (r.count[FSYNCS] == 0) fail("the program made no checkpoint");
         std::fflush(stdout);
     }
 
@@ -176,10 +141,10 @@ class CrashTest {
             round(name, [&](const std::string& folder) {
                 for (bool over = false; !over;) {
                     const bool strike = done < kills;
-                    const Ended e =
+                    const Result e =
                         go_on(folder, ranks, strike ? draw(1000) * 1e-3 * 0.7 * references[ranks].seconds : -1);
                     over = e.status == 0;
-                    if (!e.killed) {
+                    if (!e.struck) {
                         demand(over, "without a kill it ended with status %d: %s", e.status, e.err.c_str());
                         return finish(folder, ranks);
                     }
@@ -193,50 +158,41 @@ class CrashTest {
             });
     }
 
-    void fault_round(int ranks, const std::string& kind) {
+    void fault_round(int ranks, const Fault& fault) {
+        const std::string kind = fault.kind;
         round(
             kind + (ranks > 1 ? format_text(", rank %d of %d", ranks - 1, ranks) : ""), [&](const std::string& folder) {
-                const Reference& r = references[ranks];
-                const bool crashes = kind == "power_cut" || kind == "torn" || kind == "lost_rename";
-                const int faults = crashes ? int(between(1, 3)) : 1;
+                const int faults = fault.crashes ? int(between(1, 3)) : 1;
                 for (int i = 0; i < faults; i++) {
-                    const int64_t all = r.count[0] + r.count[1] + r.count[3];
-                    int64_t at = 1, count = 1;
-                    if (kind == "enospc") at = between(0, r.count[4] - 1), count = between(1, 30);
-                    if (kind == "eio_write") at = between(1, r.count[0]), count = between(1, 3);
-                    if (kind == "eio_fsync") at = between(1, r.count[1]), count = between(1, 3);
-                    if (kind == "eio_rename") at = between(1, r.count[3]), count = between(1, 3);
-                    if (kind == "power_cut") at = between(1, all);
-                    if (kind == "torn") at = between(1, r.count[2] / 2), count = between(1, 200);
-                    if (kind == "lost_rename") at = between(1, r.count[3] / 2), count = between(1, 200);
-                    disk_lies = disk_lies || kind == "torn" || kind == "lost_rename";
-                    history += format_text(" %s:%lld:%lld", kind.c_str(), (long long)at, (long long)count);
-                    const Ended e = go_on(folder, ranks, -1, fault_environment(kind, at, count));
+                    const int64_t operations = references[ranks].count[fault.among],
+                                  at = between(1, fault.lies ? operations / 2 : operations),
+                                  count = between(1, fault.most);
+                    disk_lies = disk_lies || fault.lies;
+                    history += format_text(" %s:%lld:%lld", fault.kind, (long long)at, (long long)count);
+                    const Result e = go_on(folder, ranks, -1, fault_environment(kind, at, count));
                     const std::string events_text = file_exists(fault_log) ? read_file(fault_log) : "";
                     for (const std::string& line : lines_of(events_text)) events[line.substr(0, line.find(' '))]++;
-                    const bool struck = !lines_of(events_text, kind).empty();
-                    if (events_text.find("power_cut ") != std::string::npos) {
+                    if (holds(events_text, "power_cut ")) {
                         demand(e.status == 128 + SIGKILL, "after the power cut it ended with status %d: %s", e.status,
                                e.err.c_str());
                         continue;
                     }
-                    if (crashes) {  // it ended before the power cut
+                    if (fault.crashes) {  // it ended before the power cut
                         demand(e.status == 0, "it ended with status %d: %s", e.status, e.err.c_str());
                         break;
                     }
-                    const std::vector<std::string> log =
+                    const Words log =
                         lines_of(read_file(folder + "/run/main.log"), format_text("s:%lld trl:", (long long)last_step));
                     demand(!log.empty(), "a failing disk ended it before the last step, status %d: %s", e.status,
                            e.err.c_str());
-                    const std::string reason = std::strerror(kind == "enospc" ? ENOSPC : EIO);
-                    if (struck && kind != "short")
-                        demand((e.out + e.err).find(reason) != std::string::npos, "it never said '%s': %s",
-                               reason.c_str(), e.err.c_str());
-                    if (kind == "short")
+                    if (!fault.error)
                         demand(e.status == 0 && e.err.empty(), "short writes gave status %d: %s", e.status,
                                e.err.c_str());
+                    else if (!lines_of(events_text, kind).empty())
+                        demand(holds(e.out + e.err, std::strerror(fault.error)), "it never said '%s': %s",
+                               std::strerror(fault.error), e.err.c_str());
                 }
-                const Ended e = go_on(folder, ranks, -1);  // the run is complete: this only cleans up
+                const Result e = go_on(folder, ranks, -1);  // the run is complete: this only cleans up
                 demand(e.status == 0, "resumed without faults it ended with status %d: %s", e.status, e.err.c_str());
                 finish(folder, ranks);
             });
@@ -245,7 +201,7 @@ class CrashTest {
     void rot_round(int ranks) {
         round("rot", [&](const std::string& folder) {
             for (int i = 0; i < 3; i++) {
-                Ended e = go_on(folder, ranks, (0.3 + draw(1000) * 1e-3 * 0.6) * references[ranks].seconds);
+                Result e = go_on(folder, ranks, (0.3 + draw(1000) * 1e-3 * 0.6) * references[ranks].seconds);
                 if (e.status == 0 || checkpoint_steps(folder + "/run").empty()) continue;
                 const std::string newest = newest_intact_checkpoint(folder + "/run", [](const std::string&) {}).folder;
                 if (newest.empty()) continue;  // it was killed before it had saved another
@@ -255,22 +211,21 @@ class CrashTest {
                 saved = 0, rotten = true;
                 damaged = newest.substr(newest.rfind('/') + 1);
             }
-            const Ended e = go_on(folder, ranks, -1);
+            const Result e = go_on(folder, ranks, -1);
             demand(e.status == 0, "it ended with status %d: %s", e.status, e.err.c_str());
             finish(folder, ranks);
         });
     }
 
-    const std::vector<std::string> options = {
-        "--model",      "tiny", "--device",       "cpu",  "--threads",       "1",
-        "--layers",     "1",    "--dim",          "16",   "--heads",         "2",
-        "--kv-groups",  "1",    "--head-dim",     "8",    "--cmp-block",     "8",
-        "--cmp-stride", "4",    "--slc-block",    "8",    "--slc-count",     "4",
-        "--window",     "16",   "--phi-hidden",   "8",    "--mlp-hidden",    "32",
-        "--seq-len",    "32",   "--batch",        "1",    "--total-batch",   "128",
-        "--warmup",     "5",    "--lr",           "0.01", "--eval-batches",  "2",
-        "--eval-every", "10",   "--sample-every", "20",   "--sample-tokens", "4",
-        "--save-every", "3",    "--steps",        "60"};
+    const Words options =
+        program::joined({"--model", "tiny", "--device", "cpu"}, program::small_words({{"steps", "60"},
+                                                                                      {"seq-len", "32"},
+                                                                                      {"batch", "1"},
+                                                                                      {"warmup", "5"},
+                                                                                      {"eval-every", "10"},
+                                                                                      {"sample-every", "20"},
+                                                                                      {"sample-tokens", "4"},
+                                                                                      {"save-every", "3"}}));
     const int64_t last_step = 60;
 
   private:
@@ -278,9 +233,10 @@ class CrashTest {
         std::string folder;
         double seconds = 0;
         Checkpoint manifest;
-        std::vector<std::string> log;
-        int64_t count[5] = {};  // writes, fsyncs, file fsyncs, renames, bytes
+        Words log;
+        int64_t count[ALL + 1] = {};
     };
+    static constexpr int TOO_LATE = 1000;  // the status of a Result
     struct Demand : std::runtime_error {
         using std::runtime_error::runtime_error;
     };
@@ -312,51 +268,26 @@ class CrashTest {
     }
 
     // The words that, in front of the command, put the shim between it and the disk.
-    std::vector<std::string> fault_environment(const std::string& kind, int64_t at, int64_t count) {
+    Words fault_environment(const std::string& kind, int64_t at, int64_t count) {
         remove_tree(fault_log);
-        std::vector<std::string> words = {
-            "FAULT_LOG=" + fault_log, format_text("FAULT=%s:%lld:%lld", kind.c_str(), (long long)at, (long long)count),
-            format_text("FAULT_SEED=%lld", (long long)draw(1u << 30)), "LD_PRELOAD=" + settings.shim};
+        Words words = {"FAULT_LOG=" + fault_log,
+                       format_text("FAULT=%s:%lld:%lld", kind.c_str(), (long long)at, (long long)count),
+                       format_text("FAULT_SEED=%lld", (long long)draw(1u << 30)), "LD_PRELOAD=" + settings.shim};
         const char* asan = std::getenv("ASAN_OPTIONS");
         words.push_back(std::string("ASAN_OPTIONS=") + (asan ? asan : "") + ":verify_asan_link_order=0");
         return words;
     }
 
     // The shim is preloaded into the program alone, not into mpirun; of two ranks, into the second.
-    std::vector<std::string> command_words(int ranks, bool resume, const std::vector<std::string>& fault) const {
-        std::vector<std::string> command = {settings.program, "--out", "run"};
-        command.insert(command.end(), options.begin(), options.end());
-        command.insert(command.end(), settings.more.begin(), settings.more.end());
+    Words command_words(int ranks, bool resume, const Words& fault) const {
+        using program::joined;
+        Words command = joined(joined({settings.program, "--out", "run"}, options), settings.more);
         if (resume) command.push_back("--resume");
-        std::vector<std::string> words = {"/usr/bin/env"};
-        if (ranks > 1 && fault.empty()) words = words_of(settings.mpirun);
-        if (ranks > 1 && !fault.empty()) {
-            words = words_of(std::regex_replace(settings.mpirun, std::regex("2"), "1"));
-            words.insert(words.end(), command.begin(), command.end());
-            words.insert(words.end(), {":", "-np", "1", "env"});
-        }
-        words.insert(words.end(), fault.begin(), fault.end());
-        words.insert(words.end(), command.begin(), command.end());
-        return words;
-    }
-
-    // Starts the words in the folder, with the variable `mark` in the environment.
-    static pid_t start(const std::string& folder, const std::vector<std::string>& words, const std::string& mark,
-                       int out, int err) {
-        std::vector<std::string> environment = {mark, "CUDA_VISIBLE_DEVICES="};
-        for (char** e = environ; *e; e++)
-            if (std::strncmp(*e, "PMI_", 4) != 0 && std::strncmp(*e, "OMPI_", 5) != 0) environment.push_back(*e);
-        std::vector<char*> argv, envp;
-        for (const std::string& w : words) argv.push_back(const_cast<char*>(w.c_str()));
-        for (const std::string& v : environment) envp.push_back(const_cast<char*>(v.c_str()));
-        argv.push_back(nullptr), envp.push_back(nullptr);
-        const pid_t child = fork();
-        if (child < 0) fail("cannot fork: %s", std::strerror(errno));
-        if (child > 0) return child;
-        const int null = ::open("/dev/null", O_RDONLY);
-        if (chdir(folder.c_str()) == 0 && dup2(null, 0) >= 0 && dup2(out, 1) >= 0 && dup2(err, 2) >= 0)
-            execvpe(argv[0], argv.data(), envp.data());
-        _exit(127);
+        if (ranks == 1) return joined(fault, command);
+        const std::string& mpirun = settings.mpirun;
+        if (fault.empty()) return joined(program::parse_words(mpirun), command);
+        const Words first = joined(program::parse_words(std::regex_replace(mpirun, std::regex("2"), "1")), command);
+        return joined(joined(first, {":", "-np", "1", "env"}), joined(fault, command));
     }
 
     void kill_run(pid_t child, const std::string& mark, int ranks, bool everything) {
@@ -364,20 +295,18 @@ class CrashTest {
             kill(child, SIGKILL);
             return;
         }
-        const std::string program = settings.program.substr(settings.program.rfind('/') + 1);
-        const std::vector<pid_t> all = processes_with(mark, ""), of_ranks = processes_with(mark, program.substr(0, 15));
-        if (!everything && !of_ranks.empty()) {
-            kill(of_ranks[size_t(draw(of_ranks.size()))], SIGKILL);
-            return;
-        }
-        for (pid_t pid : all) kill(pid, SIGKILL);
+        const std::string name = settings.program.substr(settings.program.rfind('/') + 1);
+        const std::vector<pid_t> all = processes_with(mark, ""), of_ranks = processes_with(mark, name.substr(0, 15));
+        if (everything || of_ranks.empty())
+            for (pid_t pid : all) kill(pid, SIGKILL);
+        else kill(of_ranks[size_t(draw(of_ranks.size()))], SIGKILL);
     }
 
     // Starts the round's run once more, and checks what every resume must fulfil.
-    Ended go_on(const std::string& folder, int ranks, double kill_after, const std::vector<std::string>& fault = {}) {
-        const Ended e = run(folder, ranks, true, kill_after, fault);
+    Result go_on(const std::string& folder, int ranks, double kill_after, const Words& fault = {}) {
+        const Result e = run(folder, ranks, true, kill_after, fault);
         history += format_text(" [%.2f s, status %d]", e.seconds, e.status);
-        demand(!e.late, "it did not end; stdout: %s stderr: %s", e.out.c_str(), e.err.c_str());
+        demand(e.status != TOO_LATE, "it did not end; stdout: %s stderr: %s", e.out.c_str(), e.err.c_str());
         std::smatch m;
         int64_t resumed = -1;
         for (const std::string& line : lines_of(e.out, "resume:"))
@@ -396,21 +325,21 @@ class CrashTest {
             }
             saved = resumed;
         }
-        if ((e.out + e.err).find(" is damaged") != std::string::npos) {
+        if (holds(e.out + e.err, " is damaged")) {
             events["fallbacks to an older checkpoint"]++;
             demand(disk_lies || rotten, "a damaged checkpoint had the name of a whole one: %s", e.err.c_str());
         }
         for (const std::string& line : lines_of(e.out.substr(0, e.out.rfind('\n') + 1), "saved "))
             if (std::regex_search(line, m, std::regex("step_([0-9]{8,})")))
                 saved = std::max<int64_t>(saved, std::stoll(m[1]));
-        if (e.killed && e.status != 0) return e;
+        if (e.struck && e.status != 0) return e;
         const std::string run_folder = folder + "/run";
         if (e.status == 1 && !checkpoint_steps(run_folder).empty() &&
             newest_intact_checkpoint(run_folder, [](const std::string&) {}).folder.empty()) {
             // Nothing intact is left: it may refuse, if it says why. Then do what a user would.
             demand(disk_lies || rotten, "no checkpoint is intact: %s", e.err.c_str());
-            demand(e.err.find(" is damaged") != std::string::npos,
-                   "it refused without saying that a checkpoint is damaged: %s", e.err.c_str());
+            demand(holds(e.err, " is damaged"), "it refused without saying that a checkpoint is damaged: %s",
+                   e.err.c_str());
             events["refusals, all checkpoints damaged"]++;
             for (int64_t step : checkpoint_steps(run_folder)) remove_tree(checkpoint_folder(run_folder, step));
             saved = 0, damaged.clear();
@@ -432,7 +361,7 @@ class CrashTest {
                    file.name.c_str());
         demand(m.state_text == r.manifest.state_text, "the state in the manifest differs: %s, expected %s",
                m.state_text.c_str(), r.manifest.state_text.c_str());
-        const std::vector<std::string> log = lines_of(read_file(run_folder + "/main.log"), "s:");
+        const Words log = lines_of(read_file(run_folder + "/main.log"), "s:");
         for (size_t i = 0; i < std::max(log.size(), r.log.size()); i++) {
             const std::string found = i < log.size() ? log[i] : "its end",
                               expected = i < r.log.size() ? r.log[i] : "its end";
@@ -460,7 +389,7 @@ class CrashTest {
 
     // Damages one file of the checkpoint; returns a description that begins with the kind of damage.
     std::string damage(const std::string& folder) {
-        std::vector<std::string> names;
+        Words names;
         for (const FileRecord& file : read_manifest(folder).files)
             if (file.size > 0) names.push_back(file.name);
         names.push_back("manifest.json");
@@ -529,23 +458,18 @@ int main(int argc, char** argv) {
         std::free(absolute);
         CrashTest test(settings, scratch);
         const double begin = seconds_now();
-        const int64_t faults = settings.faults ? settings.faults
-                               : long_form     ? 10
-                                               : 1,
-                      rot = long_form ? 5 * settings.rot : settings.rot;
-        const char* const kinds[] = {"short",      "enospc",    "eio_write", "eio_fsync",
-                                     "eio_rename", "power_cut", "torn",      "lost_rename"};
+        const int64_t faults = settings.faults ? settings.faults : long_form ? 10 : 1;
+        const int64_t rot = long_form ? 5 * settings.rot : settings.rot;
         test.make_reference(1);
         test.kill_rounds(1, settings.kills);
-        for (const char* kind : kinds)
-            for (int64_t i = 0; i < faults; i++) test.fault_round(1, kind);
+        for (const Fault& fault : FAULTS)
+            for (int64_t i = 0; i < faults; i++) test.fault_round(1, fault);
         for (int64_t i = 0; i < rot; i++) test.rot_round(1);
         if (long_form) {
             test.make_reference(2);
             test.kill_rounds(2, settings.kills / 3);
-            for (const char* kind :
-                 {"short", "enospc", "eio_write", "eio_fsync"})  // in rank 1, which sends its records to rank 0
-                for (int64_t i = 0; i < faults / 2; i++) test.fault_round(2, kind);
+            for (int f = 0; f < 4; f++)
+                for (int64_t i = 0; i < faults / 2; i++) test.fault_round(2, FAULTS[f]);
         }
         for (const auto& event : test.events) std::printf("%8lld  %s\n", (long long)event.second, event.first.c_str());
         std::printf("%.0f s\n", seconds_now() - begin);

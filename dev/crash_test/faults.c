@@ -1,5 +1,5 @@
-// faults.c: a disk that fails, for dev/crash_test: preloaded into a program, it stands between its calls of write,
-// fsync and rename and the kernel.
+// faults.c: a disk that fails, for dev/crash_test: preloaded into a program, it stands between the kernel and its calls
+// of write, fsync, rename and unlink; this program has no others that change its files.
 //     cc -shared -fPIC -O1 -pthread -o faults.so faults.c -ldl
 //     LD_PRELOAD=./faults.so FAULT_FOLDER=/absolute/folder FAULT=kind:at:count FAULT_SEED=1 FAULT_LOG=events.txt
 //     program
@@ -11,7 +11,7 @@
 //     enospc:AT:COUNT         the disk is full after AT bytes: it takes the part that fits, then COUNT writes fail with
 //                             ENOSPC, then there is room again
 //     eio_write:AT:COUNT      COUNT writes fail with EIO, the first of them is number AT
-//     eio_fsync:AT:COUNT      the same for fsync and fdatasync, of files and folders
+//     eio_fsync:AT:COUNT      the same for fsync, of files and folders
 //     eio_rename:AT:COUNT     the same for rename
 //     slow_fsync:AT:SECONDS   fsync AT takes that long
 //     power_cut:AT            the power fails during operation AT (all kinds counted together), see below
@@ -42,13 +42,8 @@
 
 enum { MAX_FILES = 20000, MAX_RENAMES = 5000, MAX_PATH = 1024 };
 
-static ssize_t (*real_write)(int, const void*, size_t);
-static ssize_t (*real_pwrite)(int, const void*, size_t, off_t);
-static int (*real_fsync)(int);
-static int (*real_fdatasync)(int);
-static int (*real_rename)(const char*, const char*);
-static int (*real_unlink)(const char*);
-static int (*real_unlinkat)(int, const char*, int);
+// The function of this name that would be called without this file.
+#define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static char folder[MAX_PATH], kind[32], log_path[MAX_PATH];
@@ -83,8 +78,14 @@ static void note(const char* what, const char* path) {
     char line[2 * MAX_PATH];
     const int n = snprintf(line, sizeof line, "%s %s\n", what, path);
     const int fd = open(log_path, O_WRONLY | O_CREAT | O_APPEND, 0666);
-    if (fd < 0 || real_write(fd, line, (size_t)n) != n) _exit(99);
+    if (fd < 0 || REAL(write)(fd, line, (size_t)n) != n) _exit(99);
     close(fd);
+}
+
+static int refuse(const char* what, int error, const char* path) {
+    note(what, path);
+    errno = error;
+    return -1;
 }
 
 static int is_kind(const char* name) { return strcmp(kind, name) == 0; }
@@ -159,7 +160,7 @@ static void folder_synced(const char* path) {
         const int is_inside =
             !strncmp(undurable[i].to, path, n) && undurable[i].to[n] == '/' && !strchr(undurable[i].to + n + 1, '/');
         if (is_inside && (rename_lost < 0 || i < rename_lost)) {
-            if (undurable[i].replaced[0]) real_unlink(undurable[i].replaced);
+            if (undurable[i].replaced[0]) REAL(unlink)(undurable[i].replaced);
         } else {
             if (i == rename_lost) rename_lost = kept;
             if (kept != i) undurable[kept] = undurable[i];
@@ -173,7 +174,7 @@ static void lose_unsynced(const char* path, const struct stat* s) {
     const int i = index_of(s->st_ino, 1);
     if (!S_ISREG(s->st_mode)) return;
     if (!files[i].named && draw(2)) {
-        real_unlink(path);
+        REAL(unlink)(path);
         return;
     }
     const long long unsynced = (long long)s->st_size - files[i].synced;
@@ -195,8 +196,8 @@ static void power_cut(const char* path) {
         while (getppid() == program) usleep(200);
         const int survive = rename_lost >= 0 ? rename_lost : (int)draw((uint64_t)rename_count + 1);
         for (int i = rename_count - 1; i >= survive; i--) {
-            if (real_rename(undurable[i].to, undurable[i].from) != 0) continue;
-            if (undurable[i].replaced[0]) real_rename(undurable[i].replaced, undurable[i].to);
+            if (REAL(rename)(undurable[i].to, undurable[i].from) != 0) continue;
+            if (undurable[i].replaced[0]) REAL(rename)(undurable[i].replaced, undurable[i].to);
         }
         walk(folder, lose_unsynced);
         _exit(0);
@@ -218,38 +219,26 @@ static int in_range(long long number) { return number >= fault_at && number < fa
 // ---------------------------------------------------------------------------------------------------------------------
 // The calls.
 
-static void take_settings(const char* name, char* out, size_t size) {
-    snprintf(out, size, "%s", getenv(name) ? getenv(name) : "");
-}
+static const char* setting(const char* name) { return getenv(name) ? getenv(name) : ""; }
 
 __attribute__((constructor)) static void begin(void) {
-    real_write = (ssize_t(*)(int, const void*, size_t))dlsym(RTLD_NEXT, "write");
-    real_pwrite = (ssize_t(*)(int, const void*, size_t, off_t))dlsym(RTLD_NEXT, "pwrite");
-    real_fsync = (int (*)(int))dlsym(RTLD_NEXT, "fsync");
-    real_fdatasync = (int (*)(int))dlsym(RTLD_NEXT, "fdatasync");
-    real_rename = (int (*)(const char*, const char*))dlsym(RTLD_NEXT, "rename");
-    real_unlink = (int (*)(const char*))dlsym(RTLD_NEXT, "unlink");
-    real_unlinkat = (int (*)(int, const char*, int))dlsym(RTLD_NEXT, "unlinkat");
-    take_settings("FAULT_FOLDER", folder, sizeof folder);
-    take_settings("FAULT_LOG", log_path, sizeof log_path);
-    const char* fault = getenv("FAULT");
-    const char* seed = getenv("FAULT_SEED");
-    if (!fault || sscanf(fault, "%31[a-z_]:%lld:%lld", kind, &fault_at, &fault_count) < 1) folder[0] = 0;
-    random_state = seed ? strtoull(seed, NULL, 10) : 1;
+    snprintf(folder, sizeof folder, "%s", setting("FAULT_FOLDER"));
+    snprintf(log_path, sizeof log_path, "%s", setting("FAULT_LOG"));
+    random_state = strtoull(setting("FAULT_SEED"), NULL, 10);
+    if (sscanf(setting("FAULT"), "%31[a-z_]:%lld:%lld", kind, &fault_at, &fault_count) < 1) folder[0] = 0;
     if (folder[0]) walk(folder, is_on_disk);
 }
 
 __attribute__((destructor)) static void end(void) {
     char line[200];
-    snprintf(line, sizeof line, "writes %lld fsyncs %lld file_fsyncs %lld renames %lld bytes", writes, fsyncs,
-             file_fsyncs, renames_done);
-    char total[32];
-    snprintf(total, sizeof total, "%lld", bytes_written);
-    if (is_kind("count")) note(line, total);
+    snprintf(line, sizeof line, "%lld fsyncs %lld file_fsyncs %lld renames %lld bytes %lld", writes, fsyncs,
+             file_fsyncs, renames_done, bytes_written);
+    if (is_kind("count")) note("writes", line);
 }
 
 // How many of the bytes to write, or -1 with errno set.
-static ssize_t bytes_to_write(int fd, const char* path, size_t bytes, off_t at) {
+static ssize_t bytes_to_write(int fd, const char* path, size_t bytes) {
+    const off_t at = lseek(fd, 0, SEEK_CUR);
     struct stat s;
     if (fstat(fd, &s) == 0) {
         const int i = index_of(s.st_ino, 1);
@@ -258,28 +247,19 @@ static ssize_t bytes_to_write(int fd, const char* path, size_t bytes, off_t at) 
     if (!arm(path)) return (ssize_t)bytes;
     writes++;
     if (power_fails()) {
-        if (bytes > 1) (void)!real_write(fd, "torn", draw(2) ? 1 : 0);  // a file that was longer for a moment
+        if (bytes > 1) (void)!REAL(write)(fd, "torn", draw(2) ? 1 : 0);  // a file that was longer for a moment
         power_cut(path);
     }
-    if (is_kind("eio_write") && in_range(writes)) {
-        note("eio_write", path);
-        errno = EIO;
-        return -1;
-    }
+    if (is_kind("eio_write") && in_range(writes)) return refuse("eio_write", EIO, path);
     if (is_kind("enospc") && fault_count > 0 && bytes_written + (long long)bytes > fault_at) {
         const long long room = fault_at - bytes_written;
         if (room > 0) return (ssize_t)room;
-        note("enospc", path);
         fault_count--;
-        errno = ENOSPC;
-        return -1;
+        return refuse("enospc", ENOSPC, path);
     }
     if (is_kind("short")) {
+        if (draw(8) == 0) return refuse("short", EINTR, path);
         note("short", path);
-        if (draw(8) == 0) {
-            errno = EINTR;
-            return -1;
-        }
         if (bytes > 1 && draw(2)) return (ssize_t)(1 + draw(bytes - 1));
     }
     return (ssize_t)bytes;
@@ -287,31 +267,19 @@ static ssize_t bytes_to_write(int fd, const char* path, size_t bytes, off_t at) 
 
 ssize_t write(int fd, const void* data, size_t bytes) {
     char path[MAX_PATH];
-    if (!path_of(fd, path)) return real_write(fd, data, bytes);
+    if (!path_of(fd, path)) return REAL(write)(fd, data, bytes);
     pthread_mutex_lock(&lock);
-    ssize_t n = bytes_to_write(fd, path, bytes, lseek(fd, 0, SEEK_CUR));
-    if (n > 0) n = real_write(fd, data, (size_t)n);
+    ssize_t n = bytes_to_write(fd, path, bytes);
+    if (n > 0) n = REAL(write)(fd, data, (size_t)n);
     if (n > 0 && armed) bytes_written += n;
     pthread_mutex_unlock(&lock);
     return n;
 }
 
-ssize_t pwrite(int fd, const void* data, size_t bytes, off_t at) {
-    char path[MAX_PATH];
-    if (!path_of(fd, path)) return real_pwrite(fd, data, bytes, at);
-    pthread_mutex_lock(&lock);
-    ssize_t n = bytes_to_write(fd, path, bytes, at);
-    if (n > 0) n = real_pwrite(fd, data, (size_t)n, at);
-    if (n > 0 && armed) bytes_written += n;
-    pthread_mutex_unlock(&lock);
-    return n;
-}
-ssize_t pwrite64(int fd, const void* data, size_t bytes, off_t at) { return pwrite(fd, data, bytes, at); }
-
-static int sync_file(int fd, int (*real)(int)) {
+int fsync(int fd) {
     char path[MAX_PATH];
     struct stat s;
-    if (!path_of(fd, path) || fstat(fd, &s) != 0) return real(fd);
+    if (!path_of(fd, path) || fstat(fd, &s) != 0) return REAL(fsync)(fd);
     pthread_mutex_lock(&lock);
     int result = 0, lies = 0;
     if (arm(path)) {
@@ -319,11 +287,7 @@ static int sync_file(int fd, int (*real)(int)) {
         const int of_checkpoint = S_ISREG(s.st_mode) && strstr(path, "/step_");
         file_fsyncs += of_checkpoint;
         if (power_fails()) power_cut(path);
-        if (is_kind("eio_fsync") && in_range(fsyncs)) {
-            note("eio_fsync", path);
-            errno = EIO;
-            result = -1;
-        }
+        if (is_kind("eio_fsync") && in_range(fsyncs)) result = refuse("eio_fsync", EIO, path);
         if (is_kind("slow_fsync") && fsyncs == fault_at) {
             note("slow_fsync", path);
             pthread_mutex_unlock(&lock);  // other threads write meanwhile
@@ -337,7 +301,7 @@ static int sync_file(int fd, int (*real)(int)) {
             files[index_of(s.st_ino, 1)].torn = 1;
         }
     }
-    if (result == 0) result = real(fd);
+    if (result == 0) result = REAL(fsync)(fd);
     if (result == 0 && !lies) {
         if (S_ISDIR(s.st_mode)) folder_synced(path);
         else files[index_of(s.st_ino, 1)].synced = s.st_size;
@@ -345,23 +309,17 @@ static int sync_file(int fd, int (*real)(int)) {
     pthread_mutex_unlock(&lock);
     return result;
 }
-int fsync(int fd) { return sync_file(fd, real_fsync); }
-int fdatasync(int fd) { return sync_file(fd, real_fdatasync); }
 
 int rename(const char* from, const char* to) {
     char a[MAX_PATH], b[MAX_PATH];
     absolute(from, a), absolute(to, b);
-    if (!is_ours(b)) return real_rename(from, to);
+    if (!is_ours(b)) return REAL(rename)(from, to);
     pthread_mutex_lock(&lock);
     int result = 0;
     if (arm(b)) {
         renames_done++;
         if (power_fails()) power_cut(b);
-        if (is_kind("eio_rename") && in_range(renames_done)) {
-            note("eio_rename", b);
-            errno = EIO;
-            result = -1;
-        }
+        if (is_kind("eio_rename") && in_range(renames_done)) result = refuse("eio_rename", EIO, b);
     }
     if (result == 0) {
         char replaced[MAX_PATH] = "";
@@ -372,7 +330,7 @@ int rename(const char* from, const char* to) {
                      (int)operations);
             if (link(b, replaced) != 0) replaced[0] = 0;
         }
-        result = real_rename(from, to);
+        result = REAL(rename)(from, to);
         if (result == 0) {
             if (armed && is_kind("lost_rename") && renames_done == fault_at) {
                 note("lost_rename", b);
@@ -394,17 +352,7 @@ int unlink(const char* path) {
     absolute(path, a);
     pthread_mutex_lock(&lock);
     if (is_ours(a)) forget(a);
-    const int result = real_unlink(path);
-    pthread_mutex_unlock(&lock);
-    return result;
-}
-
-int unlinkat(int at, const char* path, int flags) {
-    char parent[MAX_PATH], a[2 * MAX_PATH];
-    pthread_mutex_lock(&lock);
-    if (path[0] == '/') forget(path);
-    else if (at != AT_FDCWD && path_of(at, parent)) snprintf(a, sizeof a, "%s/%s", parent, path), forget(a);
-    const int result = real_unlinkat(at, path, flags);
+    const int result = REAL(unlink)(path);
     pthread_mutex_unlock(&lock);
     return result;
 }

@@ -41,6 +41,7 @@ using Options = std::map<std::string, std::string>;  // name without dashes -> v
 
 struct Result {
     int status = 0;  // of exit; 128 + number of the signal that ended it; 1000: it ran past the limit and was killed
+    bool struck = false;  // by Start::strike
     double seconds = 0;
     std::string out, err;
 };
@@ -53,6 +54,8 @@ struct Start {
     std::string input = "";      // stdin: a file; "": empty
     int terminal_columns = 0;    // not 0: stdout and stderr are one terminal of this width, all in Result::out
     double seconds = 60;         // limit
+    double strike_after = -1;    // seconds; < 0: never. Then, if it still runs, strike() is called once
+    std::function<void(pid_t)> strike = {};
 };
 
 // ./train_nsa of the folder the tests were started in.
@@ -148,13 +151,18 @@ inline Result execute(const Words& words, const Start& start = {}) {
     bool late = false;
     struct pollfd streams[2] = {{out[0], POLLIN, 0}, {err[0], POLLIN, 0}};
     while (streams[0].fd >= 0 || streams[1].fd >= 0) {
-        poll(streams, 2, 100);
+        const double left = !result.struck && start.strike_after >= 0 ? begin + start.strike_after - seconds_now() : 1;
+        poll(streams, 2, int(100 * std::clamp(10 * left, 0.0, 1.0)));
         for (int i = 0; i < 2; i++) {
             if (streams[i].fd < 0 || !streams[i].revents) continue;
             char bytes[4096];
             const ssize_t n = read(streams[i].fd, bytes, sizeof bytes);
             if (n > 0) (i ? result.err : result.out).append(bytes, size_t(n));
             else if (n == 0 || errno != EINTR) close(streams[i].fd), streams[i].fd = -1;
+        }
+        if (!result.struck && start.strike_after >= 0 && seconds_now() - begin > start.strike_after) {
+            start.strike(child);
+            result.struck = true;
         }
         if (!late && seconds_now() - begin > start.seconds) {
             kill(-child, SIGKILL);  // the group: its own children too
