@@ -5,7 +5,7 @@
 #include "fuzz.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Parse_json on any text. Accepted text is written again, and must read the same.
+// parse_json on any text. Accepted text is written again, and must read the same.
 namespace json_target {
 
 static std::vector<std::string> seeds() {
@@ -22,32 +22,10 @@ static std::vector<std::string> seeds() {
             "-9223372036854775808"};
 }
 
-static std::string written(const Json& v) {
-    std::string out;
-    switch (v.kind) {
-        case Json::Null: return "null";
-        case Json::Bool: return v.is_true ? "true" : "false";
-        case Json::Number: return v.is_integer ? std::to_string(v.integer_value) : format_text("%.17e", v.number_value);
-        case Json::String: return json_quote(v.text);
-        case Json::Array:
-            for (const Json& item : v.items) out += (out.empty() ? "" : ",") + written(item);
-            return "[" + out + "]";
-        case Json::Object:
-            for (size_t i = 0; i < v.items.size(); i++)
-                out += (i ? "," : "") + json_quote(v.keys[i]) + ":" + written(v.items[i]);
-            return "{" + out + "}";
-    }
-    return out;
-}
-
 static bool same(const Json& a, const Json& b) {
-    if (a.kind != b.kind || a.is_true != b.is_true || a.text != b.text || a.keys != b.keys ||
-        a.items.size() != b.items.size())
-        return false;
-    if (a.number_value != b.number_value || a.integer_value != b.integer_value) return false;
-    for (size_t i = 0; i < a.items.size(); i++)
-        if (!same(a.items[i], b.items[i])) return false;
-    return true;
+    return a.kind == b.kind && a.is_true == b.is_true && a.text == b.text && a.keys == b.keys &&
+           a.number_value == b.number_value && a.integer_value == b.integer_value &&
+           std::equal(a.items.begin(), a.items.end(), b.items.begin(), b.items.end(), same);
 }
 
 // What callers ask of a value; each question must end in an answer or an Error.
@@ -68,7 +46,7 @@ static void fuzz_one(const std::string& input) {
         if (!accepts([&] { value = parse_json(input, where); })) return;
     }
     ask(value, where);
-    EXPECT(same(parse_json(written(value), where), value));
+    EXPECT(same(parse_json(value.to_text(), where), value));
     EXPECT(parse_json(json_quote(input), where).text.empty() == input.empty());  // quoting makes any bytes valid
 }
 
@@ -78,8 +56,6 @@ static void fuzz_one(const std::string& input) {
 // Opens the input as a safetensors file, reads every element of every tensor, and writes it again.
 namespace safetensors_target {
 
-static const MemoryFile file, again;
-
 static std::string file_of(const std::string& header, const std::string& data) {
     const uint64_t length = header.size();
     return std::string(reinterpret_cast<const char*>(&length), 8) + header + data;
@@ -87,9 +63,10 @@ static std::string file_of(const std::string& header, const std::string& data) {
 
 static std::vector<std::string> seeds() {
     const std::vector<float> x = {1, 2, 3, 4, 5, 6};
-    write_safetensors(again.path, {{"config", "{\"a\": 1}"}},
+    const std::string path = memory_folder().file("seed");
+    write_safetensors(path, {{"config", "{\"a\": 1}"}},
                       {tensor_view("w", {2, 3}, x.data()), tensor_view("b", {1}, x.data())});
-    const std::string written = read_file(again.path);
+    const std::string written = read_file(path);
     return {written,
             file_of("{}", ""),
             file_of("{\"t\":{\"dtype\":\"U8\",\"shape\":[],\"data_offsets\":[0,1]}}", "x"),
@@ -114,7 +91,7 @@ static double sum(const TensorView& t) {
 static volatile double sink;
 
 static void fuzz_one(const std::string& input) {
-    const std::string& path = file.fill(input);
+    const std::string path = write_memory_file("input", input);
     std::unique_ptr<SafeTensors> read;
     {
         MemoryLimit limit(input.size(), 16 << 10, 400);  // as for JSON
@@ -141,9 +118,10 @@ static void fuzz_one(const std::string& input) {
     std::stable_sort(in_order.begin(), in_order.end(), [](const TensorView& a, const TensorView& b) {
         return a.data < b.data || (a.data == b.data && a.bytes < b.bytes);
     });
-    write_safetensors(again.path, metadata, in_order);
+    const std::string again = memory_folder().file("again");
+    write_safetensors(again, metadata, in_order);
     std::unique_ptr<SafeTensors> second;
-    const std::string refused = refusal([&] { second = std::make_unique<SafeTensors>(again.path); });
+    const std::string refused = refusal([&] { second = std::make_unique<SafeTensors>(again); });
     if (!refused.empty()) finding("accepted, written again, and then refused: %s", refused.c_str());
     EXPECT(second->metadata == read->metadata && second->tensors.size() == in_order.size());
     for (size_t i = 0; i < in_order.size(); i++) {
@@ -175,22 +153,22 @@ static std::vector<std::string> seeds() {
 }
 
 static void fuzz_one(const std::string& input) {
-    static MemoryFolder folder;
     if (input.empty()) return;
     std::string text = input.substr(1);
     if (input[0] != '\0') text += manifest_ending(text);
-    folder.fill("manifest.json", text);
+    write_memory_file("manifest.json", text);
+    const std::string& folder = memory_folder().path;
     Checkpoint manifest;
     {
         MemoryLimit limit(text.size(), 32 << 10, 400);
-        if (!accepts([&] { manifest = read_manifest(folder.path); })) return;
+        if (!accepts([&] { manifest = read_manifest(folder); })) return;
     }
     for (const FileRecord& file : manifest.files) {
         EXPECT(!file.name.empty() && file.name != "." && file.name != ".." && file.name.find('/') == std::string::npos);
-        EXPECT(folder_of(folder.path + "/" + file.name) == folder.path);
-        EXPECT(!accepts([&] { verify_file(folder.path, file); }));  // none of them exists
+        EXPECT(folder_of(folder + "/" + file.name) == folder);
+        EXPECT(!accepts([&] { verify_file(folder, file); }));  // none of them exists
     }
-    EXPECT(accepts([&] { open_checkpoint(folder.path); }) == manifest.files.empty());
+    EXPECT(accepts([&] { open_checkpoint(folder); }) == manifest.files.empty());
     const Checkpoint second =
         parse_manifest(manifest_text(manifest.step, manifest.files, manifest.state_text), "again");
     EXPECT(second.step == manifest.step && second.state_text == manifest.state_text &&
@@ -207,8 +185,6 @@ static void fuzz_one(const std::string& input) {
 // they are written again.
 namespace config_target {
 
-static const MemoryFile file, again;
-
 static std::vector<std::string> seeds() {
     const std::string tiny = config_json(options_of("")),
                       large = config_json(options_of("--model 125m --attention full"));
@@ -220,7 +196,7 @@ static std::vector<std::string> seeds() {
 static void fuzz_one(const std::string& input) {
     Config c;
     {
-        const std::string& path = file.fill(input);
+        const std::string path = write_memory_file("input", input);
         MemoryLimit limit(input.size(), 64 << 10, 400);
         if (!accepts([&] { read_config_json(c, path); })) return;
     }
@@ -230,7 +206,7 @@ static void fuzz_one(const std::string& input) {
     }
     EXPECT(!layer_kinds(c.attention).empty());
     Config second;
-    EXPECT(accepts([&] { read_config_json(second, again.fill(config_json(c))); }));
+    EXPECT(accepts([&] { read_config_json(second, write_memory_file("again", config_json(c))); }));
     EXPECT(config_json(second) == config_json(c));
     if (c.layers > 20) return;  // the table's time and memory grow with the layers
     const TensorTable table(c);
@@ -243,8 +219,6 @@ static void fuzz_one(const std::string& input) {
 // Opens the input as a token shard and reads every sample of an epoch. The first byte of the input chooses the
 // sequence length, the vocabulary and the shuffling; the rest is the file.
 namespace shards_target {
-
-static const MemoryFile file;
 
 static std::string shard(const std::vector<int32_t>& head, const std::vector<uint16_t>& tokens) {
     std::string bytes(SHARD_HEADER_BYTES, '\0');
@@ -273,7 +247,7 @@ static void fuzz_one(const std::string& input) {
     options.vocab_size = input[0] & 0x80 ? 50257 : 256;
     options.shuffle = input[0] & 0x40;
     const std::string bytes = input.substr(1);
-    const std::string& path = file.fill(bytes);
+    const std::string path = write_memory_file("input", bytes);
     std::unique_ptr<DataLoader> loader;
     {
         MemoryLimit limit(bytes.size(), 16 << 10, 2);
@@ -319,8 +293,6 @@ static void fuzz_one(const std::string& input) {
 // documents and errors must be the same, and the documents those of the input. The first byte chooses the kind of
 // file, the separator and the size of the blocks.
 namespace lines_target {
-
-static const MemoryFile file;
 
 static std::vector<std::string> seeds() {
     return {
@@ -385,7 +357,7 @@ static void fuzz_one(const std::string& input) {
     const char* const separators[] = {"\\n\\n", "\\0", "", "xyx"};
     const std::string separator = read_separator(separators[input[0] >> 1 & 3]), text = input.substr(1);
     refusal([&] { read_separator(text.substr(0, 20)); });
-    const std::string& path = file.fill(text);
+    const std::string path = write_memory_file("input", text);
     const Outcome whole = outcome(path, jsonl, separator, 1 << 10, text.size()),
                   blocks = outcome(path, jsonl, separator, 1 + (input[0] >> 3 & 31), text.size());
     EXPECT(whole.error == blocks.error);
@@ -414,37 +386,15 @@ static void fuzz_one(const std::string& input) {
 // vocabulary must pass. The first byte chooses the format; vocab.bpe and encoder.json are split at the first byte 0xFF.
 namespace vocabulary_target {
 
-using Merges = std::vector<std::pair<std::string, std::string>>;  // number k makes token 256 + k
+using Merges = std::vector<std::pair<uint16_t, uint16_t>>;  // number k makes token 256 + k
 
 static std::vector<std::string> tokens_of(const Merges& merges) {
-    std::vector<std::string> tokens = Tokenizer::bytes().tokens;
+    std::vector<std::string> tokens;
     const ByteAlphabet alphabet;
-    for (int id = 0; id < 256; id++) tokens[size_t(id)] = std::string(1, char(alphabet.order[id]));
-    for (const auto& merge : merges) tokens.push_back(merge.first + merge.second);
+    for (const uint8_t byte : alphabet.order) tokens.push_back(std::string(1, char(byte)));
+    for (const auto& [left, right] : merges) tokens.push_back(tokens[left] + tokens[right]);
+    tokens.push_back("<|endoftext|>");
     return tokens;
-}
-
-// A token as vocab.bpe and encoder.json write it.
-static std::string in_alphabet(const std::string& bytes) {
-    const ByteAlphabet alphabet;
-    std::string out;
-    for (const char b : bytes)
-        for (uint32_t code = 0; code < 256 + 68; code++)
-            if (alphabet.byte_of[code] == static_cast<unsigned char>(b)) utf8_append(out, code);
-    return out;
-}
-
-static std::string vocab_bpe(const Merges& merges) {
-    std::string out = "#version: 0.2\n";
-    for (const auto& merge : merges) out += in_alphabet(merge.first) + " " + in_alphabet(merge.second) + "\n";
-    return out;
-}
-
-static std::string encoder_json(const std::vector<std::string>& tokens) {
-    std::string out = "{";
-    for (size_t id = 0; id < tokens.size(); id++)
-        out += json_quote(in_alphabet(tokens[id])) + ": " + std::to_string(id) + ", ";
-    return out + "\"<|endoftext|>\": " + std::to_string(tokens.size()) + "}";
 }
 
 static std::string base64(const std::string& bytes) {
@@ -461,15 +411,15 @@ static std::string base64(const std::string& bytes) {
 
 static std::string tiktoken(const std::vector<std::string>& tokens) {
     std::string out;
-    for (size_t id = 0; id < tokens.size(); id++) out += base64(tokens[id]) + " " + std::to_string(id) + "\n";
+    for (size_t id = 0; id + 1 < tokens.size(); id++) out += base64(tokens[id]) + " " + std::to_string(id) + "\n";
     return out;
 }
 
 static std::string llmc_tokenizer(const std::vector<std::string>& tokens) {
-    uint32_t header[256] = {20240328, 2, uint32_t(tokens.size() + 1), uint32_t(tokens.size())};
+    const uint32_t header[256] = {20240328, 2, uint32_t(tokens.size()), uint32_t(tokens.size() - 1)};
     std::string out(reinterpret_cast<const char*>(header), sizeof header);
     for (const std::string& token : tokens) out += char(token.size()), out += token;
-    return out + char(13) + "<|endoftext|>";
+    return out;
 }
 
 // Every token encodes to itself, decoding gives any text back, and the vocabulary reads the same from another file.
@@ -488,23 +438,23 @@ static void check_vocabulary(const Tokenizer& t, int size) {
         all += token;
     }
     EXPECT(t.decode(t.encode(all)) == all);
-    static MemoryFolder folder;
-    folder.fill("other.tiktoken", tiktoken({t.tokens.begin(), t.tokens.end() - 1}));
-    const Tokenizer other = Tokenizer::gpt2(folder.path, size);
+    write_memory_file("other.tiktoken", tiktoken(t.tokens));
+    const Tokenizer other = Tokenizer::gpt2(memory_folder().path, size);
     EXPECT(other.tokens == t.tokens && other.encode(all) == t.encode(all));
 }
 
 static const int size = 259;  // of two merges
 
 static std::vector<std::string> seeds() {
-    const Merges merges = {{"a", "b"}, {" ", "ab"}}, other = {{"\xC3", "\xA9"}, {"\n", "\n"}},
-                 repeated = {{"a", "b"}, {"a", "b"}};
+    // "ab" and " ab"; an e with an accent and two line feeds; "ab" twice
+    const Merges merges = {{64, 65}, {220, 256}}, other = {{127, 102}, {198, 198}}, repeated = {{64, 65}, {64, 65}};
     std::vector<std::string> all = {"\x02IQ== 0\r\n", "\x02I=Q= 0\n",
                                     '\0' + std::string("a b\nab ab\n\xFF{\"a\": 64}")};
     for (const Merges& m : {merges, other, repeated}) {
-        all.push_back('\0' + vocab_bpe(m) + "\xFF" + encoder_json(tokens_of(m)));
-        all.push_back('\1' + llmc_tokenizer(tokens_of(m)));
-        all.push_back('\2' + tiktoken(tokens_of(m)));
+        const std::vector<std::string> tokens = tokens_of(m);
+        all.push_back('\0' + merges_text(tokens, m) + "\xFF" + ids_json(tokens));
+        all.push_back('\1' + llmc_tokenizer(tokens));
+        all.push_back('\2' + tiktoken(tokens));
     }
     for (size_t i = 3; i < 6; i++) all.push_back(all[i].substr(0, all[i].size() - 1));
     all.push_back(all[4]);
@@ -513,18 +463,18 @@ static std::vector<std::string> seeds() {
 }
 
 static void fuzz_one(const std::string& input) {
-    static MemoryFolder bpe, llmc, ranks;
+    static const TempFolder bpe, llmc, ranks;
     if (input.empty()) return;
     const std::string text = input.substr(1);
-    const MemoryFolder& folder = input[0] == 0 ? bpe : input[0] == 1 ? llmc : ranks;
+    const TempFolder& folder = input[0] == 0 ? bpe : input[0] == 1 ? llmc : ranks;
     if (input[0] == 0) {
         const size_t cut = std::min(text.find('\xFF'), text.size());
-        bpe.fill("vocab.bpe", text.substr(0, cut));
-        bpe.fill("encoder.json", cut < text.size() ? text.substr(cut + 1) : "");
+        write_file(bpe.file("vocab.bpe"), text.substr(0, cut));
+        write_file(bpe.file("encoder.json"), cut < text.size() ? text.substr(cut + 1) : "");
     } else if (input[0] == 1) {
-        llmc.fill("gpt2_tokenizer.bin", text);
+        write_file(llmc.file("gpt2_tokenizer.bin"), text);
     } else {
-        ranks.fill("r50k_base.tiktoken", text);
+        write_file(ranks.file("r50k_base.tiktoken"), text);
     }
     Tokenizer t;
     {

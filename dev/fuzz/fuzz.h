@@ -7,18 +7,14 @@
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
-#include <set>
 #include <string>
 #include <vector>
 
-#include <fcntl.h>
 #include <signal.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
 #include <sys/time.h>
 #include <unistd.h>
 
-#include "../../lib/base/files.h"
+#include "../test/harness.h"
 
 struct Target {
     const char* name;
@@ -98,43 +94,15 @@ struct MemoryLimit {
     }
 };
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Files in memory, because readers open paths.
-
-// A file whose path is that of its descriptor.
-struct MemoryFile {
-    const int fd = memfd_create("fuzz", 0);
-    const std::string path = "/proc/self/fd/" + std::to_string(fd);
-    MemoryFile() {
-        if (fd < 0) finding("memfd_create: %s", std::strerror(errno));
-    }
-    const std::string& fill(const std::string& bytes) const {
-        if (ftruncate(fd, 0) != 0 || pwrite(fd, bytes.data(), bytes.size(), 0) != ssize_t(bytes.size()))
-            finding("cannot fill a file in memory: %s", std::strerror(errno));
-        return path;
-    }
-};
-
-// A folder under /dev/shm, for readers of several files; removed when the process ends.
-struct MemoryFolder {
-    std::string path = "/dev/shm/nsa_fuzz_XXXXXX";
-    std::set<std::string> files;
-    MemoryFolder() {
-        if (!mkdtemp(&path[0])) finding("cannot make %s: %s", path.c_str(), std::strerror(errno));
-    }
-    ~MemoryFolder() {
-        for (const std::string& file : files) unlink(file.c_str());
-        rmdir(path.c_str());
-    }
-    void fill(const std::string& name, const std::string& bytes) {
-        const std::string file = path + "/" + name;
-        files.insert(file);
-        const int fd = open(file.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
-        if (fd < 0 || write(fd, bytes.data(), bytes.size()) != ssize_t(bytes.size()))
-            finding("cannot fill %s: %s", file.c_str(), std::strerror(errno));
-        close(fd);
-    }
-};
+// Readers open paths. The input lies in a file of this folder, which is in memory: TMPDIR is /dev/shm.
+inline const TempFolder& memory_folder() {
+    static const TempFolder folder;
+    return folder;
+}
+inline std::string write_memory_file(const std::string& name, const std::string& bytes) {
+    write_file(memory_folder().file(name), bytes);
+    return memory_folder().file(name);
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 
