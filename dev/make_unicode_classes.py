@@ -8,6 +8,7 @@ The version of Unicode is that of Python's unicodedata module, or of the package
 point.
 """
 import sys
+import textwrap
 
 if {"-h", "--help"} & set(sys.argv[1:]):
     print(__doc__)
@@ -19,48 +20,34 @@ except ImportError:
     import unicodedata
 
 
-def is_letter(code):
-    return unicodedata.category(chr(code)).startswith("L")
-
-
-def is_number(code):
-    return unicodedata.category(chr(code)).startswith("N")
+def category(code):
+    return unicodedata.category(chr(code))
 
 
 def is_white_space(code):
     # The property White_Space, which is not str.isspace(): the separators, tab to carriage return, and next line.
-    return unicodedata.category(chr(code)) in ("Zs", "Zl", "Zp") or 0x09 <= code <= 0x0D or code == 0x85
-
-
-def ranges(member):
-    """The maximal runs [first, last] of code points that `member` accepts."""
-    found = []
-    for code in range(0x110000):
-        if member(code):
-            if found and found[-1][1] == code - 1:
-                found[-1][1] = code
-            else:
-                found.append([code, code])
-    return found
+    return category(code) in ("Zs", "Zl", "Zp") or 0x09 <= code <= 0x0D or code == 0x85
 
 
 def table(name, member):
+    """The maximal runs [first, last] of code points that `member` accepts."""
+    found = []
+    for code in filter(member, range(0x110000)):
+        if found and found[-1][1] == code - 1:
+            found[-1][1] = code
+        else:
+            found.append([code, code])
     print(f"\ninline constexpr UnicodeRange {name}[] = {{")
-    line = "   "
-    for first, last in ranges(member):
-        item = f" {{0x{first:X}, 0x{last:X}}},"
-        if len(line) + len(item) > 120:
-            print(line)
-            line = "   "
-        line += item
-    print(line)
+    items = " ".join(f"{{0x{first:X},~0x{last:X}}}," for first, last in found)
+    for line in textwrap.wrap(items, 116):
+        print("    " + line.replace("~", " "))
     print("};")
 
 
 print(f"""\
 // unicode_classes.h: the letters (general category L), numbers (N) and white space (property White_Space) of Unicode
-// {unicodedata.unidata_version}, for the pre-tokeniser in tokenizer.h. Written by dev/make_unicode_classes.py; do not
-// edit.
+// {unicodedata.unidata_version}, for the pre-tokeniser in tokenizer.h. Written by dev/make_unicode_classes.py; \
+do not edit.
 #pragma once
 #include <cstdint>
 
@@ -69,7 +56,7 @@ struct UnicodeRange {{
 }};
 
 // clang-format off""")
-table("unicode_letters", is_letter)
-table("unicode_numbers", is_number)
+table("unicode_letters", lambda code: category(code).startswith("L"))
+table("unicode_numbers", lambda code: category(code).startswith("N"))
 table("unicode_white_space", is_white_space)
 print("\n// clang-format on")
