@@ -8,11 +8,9 @@
 //
 // What every build finds
 //   - barriers that only some threads reach, wrong masks, shuffles from lanes that do not take part, deadlock: the
-//   process
-//     ends and prints the kernel, the block, the thread and the source lines where the threads wait
+//     process ends and prints the kernel, the block, the thread and the source lines where the threads wait
 //   - through the results: the order of threads, blocks and streams is drawn from a seed (emu::seed), and some threads
-//   run
-//     as far ahead of the others as the barriers let them, which exposes most missing barriers; shared and device
+//     run as far ahead of the others as the barriers let them, which exposes most missing barriers; shared and device
 //     memory start as NaN, and so does the destination of cp.async from the time the copy is issued until its thread
 //     has waited for it; emu::unwritten counts the outputs that no kernel wrote; with emu::machine.run_late, streams
 //     run as late as the program's events and waits allow
@@ -24,7 +22,7 @@
 // Stricter than the hardware, on purpose: masks name exactly the lanes that take part; no return before a barrier; one
 // barrier or warp function per source line (the line is what identifies it); SHARED instead of __shared__; (float)x for
 // a bf16 x; pointers to device memory only (those inside a struct argument are not checked). Not modelled: graphs,
-// warps in lockstep, memory orders weaker than the host's, speed, registers, bank conflicts, one
+// warps in lockstep, memory orders weaker than the host's, speed, registers and __launch_bounds__, bank conflicts, one
 // block waiting for another (hangs). Results agree with a GPU's within tolerances, not bit for bit. With
 // emu::machine.rough the approximations and the sums in an mma are as bad as a GPU's may be; there is no __expf,
 // __logf, __fdividef or rsqrtf, whose errors nobody here has modelled.
@@ -92,8 +90,8 @@ struct DynamicShared {
 namespace emu {
 EMU_ENGINE inline int lane() { return machine.current % 32; }
 
-EMU_ENGINE inline void sync_lanes(unsigned lanes,
-                                  void**) {  // for __syncwarp: only the CHECK build's clock sees it
+// For __syncwarp: only the CHECK build's clock sees it.
+EMU_ENGINE inline void sync_lanes(unsigned lanes, void**) {
     const int warp = machine.current / 32;
     const unsigned short number = ++machine.clock.warp_syncs[warp];
     for (unsigned rest = lanes; rest; rest &= rest - 1) {
@@ -521,8 +519,7 @@ struct cudaDeviceProp {
                                         ? 99 << 10
                                     : EMULATED_CAPABILITY == 80 ? 163 << 10
                                                                 : emu::MAX_SHARED;
-    int major = EMULATED_CAPABILITY / 10, minor = EMULATED_CAPABILITY % 10, multiProcessorCount = 4,
-        maxThreadsPerMultiProcessor = 2048, warpSize = 32, l2CacheSize = 1 << 20;
+    int major = EMULATED_CAPABILITY / 10, minor = EMULATED_CAPABILITY % 10, multiProcessorCount = 4, warpSize = 32;
 };
 
 struct cudaFuncAttributes {

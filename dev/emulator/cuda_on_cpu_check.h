@@ -1,12 +1,8 @@
-// cuda_on_cpu_check.h: what the CHECK build adds: every access to shared and device memory is checked. It reports, at
-// once and with source lines,
-//   - races between threads of a block and between blocks of a launch, exactly as barriers, __syncwarp, atomics and
-//     launches order them (shuffles order nothing, as in CUDA), whether or not this schedule produces a wrong number,
-//   - accesses outside every array, misaligned accesses, reads of memory that nothing has written, and host code that
-//     touches device memory.
-// Objects are compiled with -fsanitize=thread and linked without it: the compiler calls the __tsan functions at the end
-// of this file. Local variables and host memory are recognised by their address and ignored. It takes 1.5 to 5 times as
-// long as the plain build, and 27 bytes for every byte touched.
+// cuda_on_cpu_check.h: what the CHECK build adds: every access to shared and device memory is checked, misaligned ones
+// too. Races are those that barriers, __syncwarp, atomics and launches leave (shuffles order nothing, as in CUDA),
+// whether or not this schedule produces a wrong number. The compiler calls the __tsan functions at the end of this
+// file. Local variables and host memory are recognised by their address and ignored. It takes 1.5 to 5 times as long as
+// the plain build, and 27 bytes for every byte touched.
 //
 // Two limits. The unit is two bytes, so it would report a false race if two threads used neighbouring single bytes.
 // Fences are trusted: once an earlier block and this one have called __threadfence(), everything that earlier blocks

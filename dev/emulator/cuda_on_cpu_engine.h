@@ -53,14 +53,11 @@ inline uint3 threadIdx, blockIdx;
 inline dim3 blockDim, gridDim;
 
 // Saves the callee-saved registers on the running stack and its pointer in *save, then goes on with the stack that an
-// earlier call saved as `load`.
+// earlier call saved as `load`. A program is one file, so its name need not be known elsewhere.
 extern "C" void emu_switch(void** save, void* load);
 #if defined(__x86_64__)
 asm(R"(
-.ifndef emu_switch
-.pushsection .text.emu_switch,"axG",@progbits,emu_switch,comdat
-.weak emu_switch
-.type emu_switch,@function
+.pushsection .text
 emu_switch:
   pushq %rbp
   pushq %rbx
@@ -77,16 +74,11 @@ emu_switch:
   popq %rbx
   popq %rbp
   ret
-.size emu_switch,.-emu_switch
 .popsection
-.endif
 )");
 #elif defined(__aarch64__)
 asm(R"(
-.ifndef emu_switch
-.pushsection .text.emu_switch,"axG",@progbits,emu_switch,comdat
-.weak emu_switch
-.type emu_switch,@function
+.pushsection .text
 emu_switch:
   sub sp, sp, #160
   stp x19, x20, [sp]
@@ -114,9 +106,7 @@ emu_switch:
   ldp d14, d15, [sp, #144]
   add sp, sp, #160
   ret
-.size emu_switch,.-emu_switch
 .popsection
-.endif
 )");
 #else
 #error "emu_switch is written for x86-64 and arm64"
@@ -167,11 +157,8 @@ using WarpFunction = void (*)(unsigned lanes, void** arguments);
 
 enum class State : char { READY, AT_BARRIER, AT_WARP_FUNCTION, RETURNED };
 enum class Access { READ, WRITE, ATOMIC };
-enum Known : unsigned char {
-    OUTSIDE,
-    UNWRITTEN,
-    WRITTEN
-};  // of two bytes of device or shared memory; 0 is what a fresh page says
+// Of two bytes of device or shared memory; 0 is what a fresh page says.
+enum Known : unsigned char { OUTSIDE, UNWRITTEN, WRITTEN };
 
 struct Copy {  // of cp.async: 16 bytes from src, or 16 zeros
     void* dst;
@@ -246,7 +233,7 @@ struct Machine {
     uint64_t ready[MAX_THREADS / 64];  // bit r: the thread of rank r can run; the lowest rank goes first
     short rank[MAX_THREADS], at_rank[MAX_THREADS];
     unsigned warp_live[MAX_WARPS],
-        warp_waiting[MAX_WARPS];  // lanes that have not returned; lanes inside a warp function
+        warp_waiting[MAX_WARPS];  // lanes that have not returned; that are in a warp function
     SharedArray shared[MAX_SHARED_ARRAYS];
     int shared_count = 0;
     size_t shared_used = 0, shared_bytes = 0;  // with and without the gaps between arrays

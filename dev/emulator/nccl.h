@@ -153,14 +153,6 @@ constexpr size_t nccl_bytes(ncclDataType_t type) {
     return type == ncclUint8 ? 1 : type == ncclBfloat16 ? 2 : type == ncclDouble ? 8 : 4;
 }
 
-// Elements as the type that sums are made in, and back.
-EMU_ENGINE inline float widen(__nv_bfloat16 x) { return float(x); }
-EMU_ENGINE inline float widen(float x) { return x; }
-EMU_ENGINE inline double widen(double x) { return x; }
-EMU_ENGINE inline void narrow(__nv_bfloat16& x, float sum) { x = __nv_bfloat16(sum); }
-EMU_ENGINE inline void narrow(float& x, float sum) { x = sum; }
-EMU_ENGINE inline void narrow(double& x, double sum) { x = sum; }
-
 // values [n]: the sum of every rank's values, everywhere. Sums of bf16 are rounded at every hop, as NCCL's.
 template <class Element, class T>
 EMU_ENGINE inline void combine(T* values, size_t n, const Communicator& c) {
@@ -173,9 +165,7 @@ EMU_ENGINE inline void combine(T* values, size_t n, const Communicator& c) {
             const T* theirs = reinterpret_cast<const T*>(c.shared.slot(r));
             for (size_t i = 0; i < count; i++) {
                 T& x = values[at + i];
-                x = r == 0 ? theirs[i] : x + theirs[i];
-                Element hop;
-                narrow(hop, x), x = widen(hop);
+                x = T(Element(r == 0 ? theirs[i] : x + theirs[i]));
             }
         }
         c.shared.meet();
@@ -186,16 +176,16 @@ EMU_ENGINE inline void combine(T* values, size_t n, const Communicator& c) {
 template <class T>
 EMU_ENGINE inline void sum_over_ranks(const T* in, T* out, size_t total, size_t first, size_t n,
                                       const Communicator& c) {
-    using Wide = decltype(widen(T()));
+    using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
     std::vector<Wide> sums(total);
-    for (size_t i = 0; i < total; i++) sums[i] = widen(in[i]);
+    for (size_t i = 0; i < total; i++) sums[i] = Wide(in[i]);
     combine<T>(sums.data(), total, c);
     if constexpr (std::is_same_v<Wide, float>) {
         if (peers) peers->add(in, sums.data(), total);
     } else {
         if (peers) peers->add_doubles(sums.data(), total);
     }
-    for (size_t i = 0; i < n; i++) narrow(out[i], sums[first + i]);
+    for (size_t i = 0; i < n; i++) out[i] = T(sums[first + i]);
 }
 
 EMU_ENGINE inline void sum_now(const void* in, void* out, size_t total, size_t first, size_t n, ncclDataType_t type,
