@@ -159,43 +159,40 @@ class CrashTest {
     }
 
     void fault_round(int ranks, const Fault& fault) {
-        const std::string kind = fault.kind;
-        round(
-            kind + (ranks > 1 ? format_text(", rank %d of %d", ranks - 1, ranks) : ""), [&](const std::string& folder) {
-                const int faults = fault.crashes ? int(between(1, 3)) : 1;
-                for (int i = 0; i < faults; i++) {
-                    const int64_t operations = references[ranks].count[fault.among],
-                                  at = between(1, fault.lies ? operations / 2 : operations),
-                                  count = between(1, fault.most);
-                    disk_lies = disk_lies || fault.lies;
-                    history += format_text(" %s:%lld:%lld", fault.kind, (long long)at, (long long)count);
-                    const Result e = go_on(folder, ranks, -1, fault_environment(kind, at, count));
-                    const std::string events_text = file_exists(fault_log) ? read_file(fault_log) : "";
-                    for (const std::string& line : lines_of(events_text)) events[line.substr(0, line.find(' '))]++;
-                    if (holds(events_text, "power_cut ")) {
-                        demand(e.status == 128 + SIGKILL, "after the power cut it ended with status %d: %s", e.status,
-                               e.err.c_str());
-                        continue;
-                    }
-                    if (fault.crashes) {  // it ended before the power cut
-                        demand(e.status == 0, "it ended with status %d: %s", e.status, e.err.c_str());
-                        break;
-                    }
-                    const Words log =
-                        lines_of(read_file(folder + "/run/main.log"), format_text("s:%lld trl:", (long long)last_step));
-                    demand(!log.empty(), "a failing disk ended it before the last step, status %d: %s", e.status,
+        const std::string kind = fault.kind, where = ranks > 1 ? format_text(", rank %d of %d", ranks - 1, ranks) : "";
+        round(kind + where, [&](const std::string& folder) {
+            const int faults = fault.crashes ? int(between(1, 3)) : 1;
+            for (int i = 0; i < faults; i++) {
+                const int64_t operations = references[ranks].count[fault.among],
+                              at = between(1, fault.lies ? operations / 2 : operations), count = between(1, fault.most);
+                disk_lies = disk_lies || fault.lies;
+                history += format_text(" %s:%lld:%lld", fault.kind, (long long)at, (long long)count);
+                const Result e = go_on(folder, ranks, -1, fault_environment(kind, at, count));
+                const std::string events_text = file_exists(fault_log) ? read_file(fault_log) : "";
+                for (const std::string& line : lines_of(events_text)) events[line.substr(0, line.find(' '))]++;
+                if (holds(events_text, "power_cut ")) {
+                    demand(e.status == 128 + SIGKILL, "after the power cut it ended with status %d: %s", e.status,
                            e.err.c_str());
-                    if (!fault.error)
-                        demand(e.status == 0 && e.err.empty(), "short writes gave status %d: %s", e.status,
-                               e.err.c_str());
-                    else if (!lines_of(events_text, kind).empty())
-                        demand(holds(e.out + e.err, std::strerror(fault.error)), "it never said '%s': %s",
-                               std::strerror(fault.error), e.err.c_str());
+                    continue;
                 }
-                const Result e = go_on(folder, ranks, -1);  // the run is complete: this only cleans up
-                demand(e.status == 0, "resumed without faults it ended with status %d: %s", e.status, e.err.c_str());
-                finish(folder, ranks);
-            });
+                if (fault.crashes) {  // it ended before the power cut
+                    demand(e.status == 0, "it ended with status %d: %s", e.status, e.err.c_str());
+                    break;
+                }
+                const Words log =
+                    lines_of(read_file(folder + "/run/main.log"), format_text("s:%lld trl:", (long long)last_step));
+                demand(!log.empty(), "a failing disk ended it before the last step, status %d: %s", e.status,
+                       e.err.c_str());
+                if (!fault.error)
+                    demand(e.status == 0 && e.err.empty(), "short writes gave status %d: %s", e.status, e.err.c_str());
+                else if (!lines_of(events_text, kind).empty())
+                    demand(holds(e.out + e.err, std::strerror(fault.error)), "it never said '%s': %s",
+                           std::strerror(fault.error), e.err.c_str());
+            }
+            const Result e = go_on(folder, ranks, -1);  // the run is complete: this only cleans up
+            demand(e.status == 0, "resumed without faults it ended with status %d: %s", e.status, e.err.c_str());
+            finish(folder, ranks);
+        });
     }
 
     void rot_round(int ranks) {
