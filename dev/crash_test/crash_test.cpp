@@ -145,7 +145,7 @@ class CrashTest {
                         go_on(folder, ranks, strike ? draw(1000) * 1e-3 * 0.7 * references[ranks].seconds : -1);
                     over = e.status == 0;
                     if (!e.struck) {
-                        demand(over, "without a kill it ended with status %d: %s", e.status, e.err.c_str());
+                        demand_of(e, over, "without a kill it ended");
                         return finish(folder, ranks);
                     }
                     if (!over) done++, events[name]++;
@@ -171,26 +171,23 @@ class CrashTest {
                 const std::string events_text = file_exists(fault_log) ? read_file(fault_log) : "";
                 for (const std::string& line : lines_of(events_text)) events[line.substr(0, line.find(' '))]++;
                 if (holds(events_text, "power_cut ")) {
-                    demand(e.status == 128 + SIGKILL, "after the power cut it ended with status %d: %s", e.status,
-                           e.err.c_str());
+                    demand_of(e, e.status == 128 + SIGKILL, "after the power cut it ended");
                     continue;
                 }
                 if (fault.crashes) {  // it ended before the power cut
-                    demand(e.status == 0, "it ended with status %d: %s", e.status, e.err.c_str());
+                    demand_of(e, e.status == 0, "it ended");
                     break;
                 }
                 const Words log =
                     lines_of(read_file(folder + "/run/main.log"), format_text("s:%lld trl:", (long long)last_step));
-                demand(!log.empty(), "a failing disk ended it before the last step, status %d: %s", e.status,
-                       e.err.c_str());
-                if (!fault.error)
-                    demand(e.status == 0 && e.err.empty(), "short writes gave status %d: %s", e.status, e.err.c_str());
+                demand_of(e, !log.empty(), "a failing disk ended it before the last step");
+                if (!fault.error) demand_of(e, e.status == 0 && e.err.empty(), "after short writes it ended");
                 else if (!lines_of(events_text, kind).empty())
                     demand(holds(e.out + e.err, std::strerror(fault.error)), "it never said '%s': %s",
                            std::strerror(fault.error), e.err.c_str());
             }
             const Result e = go_on(folder, ranks, -1);  // the run is complete: this only cleans up
-            demand(e.status == 0, "resumed without faults it ended with status %d: %s", e.status, e.err.c_str());
+            demand_of(e, e.status == 0, "resumed without faults it ended");
             finish(folder, ranks);
         });
     }
@@ -209,7 +206,7 @@ class CrashTest {
                 damaged = newest.substr(newest.rfind('/') + 1);
             }
             const Result e = go_on(folder, ranks, -1);
-            demand(e.status == 0, "it ended with status %d: %s", e.status, e.err.c_str());
+            demand_of(e, e.status == 0, "it ended");
             finish(folder, ranks);
         });
     }
@@ -256,6 +253,10 @@ class CrashTest {
         const std::string text = format_list(format, args);
         va_end(args);
         throw Demand(text);
+    }
+
+    void demand_of(const Result& e, bool good, const char* what) {
+        demand(good, "%s with status %d: %s", what, e.status, e.err.c_str());
     }
 
     std::string new_folder(const std::string& name) {
@@ -342,7 +343,7 @@ class CrashTest {
             saved = 0, damaged.clear();
             return go_on(folder, ranks, kill_after);
         }
-        demand(e.status == 0 || e.status == 1 || e.status == 128 + SIGKILL, "status %d: %s", e.status, e.err.c_str());
+        demand_of(e, e.status == 0 || e.status == 1 || e.status == 128 + SIGKILL, "it ended");
         return e;
     }
 
