@@ -34,15 +34,21 @@ says() { # says STATUS TEXT COMMAND...: one line of rank 0 on stderr with this t
     [ "$found" -eq "$status" ] && [ "$(grep 'train_nsa: error' "$work/says" | grep -cv 'error: rank')" -eq 1 ] &&
         grep -qF -e "$text" "$work/says"
 }
+# within SECONDS COMMAND...: repeats the command until it succeeds
+within() {
+    local end=$((SECONDS + $1))
+    shift
+    until "$@"; do
+        [ "$SECONDS" -lt "$end" ] || return 1
+        sleep 0.1
+    done
+}
 # newest_step FOLDER: of its checkpoints; nothing where there is none
 newest_step() { find "$1" -name 'step_*' -printf '%f\n' 2>/dev/null | sort | tail -1 | sed 's/step_0*//'; }
 stops_and_resumes() { # stops_and_resumes FOLDER MPIRUN PROGRAM
     "$2" -np 2 "$3" "${small[@]}" --steps 100000 --eval-every 0 --out "$1" >"$work/stopped" 2>&1 &
     local mpirun=$! status
-    for _ in $(seq 300); do
-        grep -q '^step 0*[1-9]' "$work/stopped" && break
-        sleep 0.1
-    done
+    within 30 grep -q '^step 0*[1-9]' "$work/stopped"
     kill -USR1 "$mpirun"
     timeout 60 tail --pid="$mpirun" -f /dev/null || kill "$mpirun"  # nothing came of the signal
     wait "$mpirun"
@@ -89,21 +95,17 @@ small_gpus=(--device cuda --layers 1 --dim 64 --heads 4 --kv-groups 2 --head-dim
     --cmp-block 8 --cmp-stride 4 --slc-block 16 --slc-count 3 --window 16 --seq-len 64 --total-batch 128 --batch 1
     --threads 1 --sample-tokens 0 --eval-batches 1 --seed 5)
 torchrun_2=(torchrun --standalone --no-python --nproc-per-node 2)
-# saved_at FOLDER STEP: waits until the folder has a checkpoint of that step or of a later one
+# saved_at FOLDER STEP: whether the folder has a checkpoint of that step or of a later one
 saved_at() {
     local newest
-    for _ in $(seq 600); do
-        newest=$(newest_step "$1")
-        [ "${newest:-0}" -ge "$2" ] && return 0
-        sleep 0.1
-    done
-    return 1
+    newest=$(newest_step "$1")
+    [ "${newest:-0}" -ge "$2" ]
 }
 torchrun_stops() { # torchrun_stops PROGRAM
     "${torchrun_2[@]}" "$1" "${small_gpus[@]}" --steps 100000 --eval-every 0 --save-every 10 \
         --out "$work/torch/stop" >"$work/stopped" 2>&1 &
     local torchrun=$!
-    saved_at "$work/torch/stop" 10 || { kill "$torchrun"; return 1; }
+    within 60 saved_at "$work/torch/stop" 10 || { kill "$torchrun"; return 1; }
     kill -TERM "$torchrun"
     wait "$torchrun"
     local status=$?
@@ -114,7 +116,7 @@ torchrun_restarts() { # torchrun_restarts PROGRAM: rank 1 is killed after a chec
     "${torchrun_2[@]}" --max-restarts 1 "$1" "${small_gpus[@]}" --steps 100 --save-every 10 \
         --out "$work/torch/restart" --resume &
     local torchrun=$!
-    saved_at "$work/torch/restart" 20 || { kill "$torchrun"; return 1; }
+    within 60 saved_at "$work/torch/restart" 20 || { kill "$torchrun"; return 1; }
     pkill -KILL --newest -f "^$1 .*$work/torch/restart"
     wait "$torchrun" && same_losses 100 "$work/torch/two" "$work/torch/restart"
 }
@@ -142,6 +144,7 @@ if [ -n "${missing:-}" ]; then
     finish
 fi
 
+is_idle() { [ "$(sinfo -h -o %T 2>/dev/null)" = idle ]; }
 start_slurm() {
     export PATH=$PATH:/usr/sbin
     local s=$work/slurm port=$((20000 + $$ % 20000 / 2 * 2)) host gpu
@@ -183,10 +186,7 @@ CONF
         --log-file="$s/munged.log" --seed-file="$s/seed" --num-threads=2
     slurmctld
     slurmd
-    for _ in $(seq 60); do
-        [ "$(sinfo -h -o %T 2>/dev/null)" = idle ] && return 0
-        sleep 0.5
-    done
+    within 30 is_idle && return 0
     sinfo
     scontrol show node
     tail -n 20 "$s/slurmctld.log"
@@ -194,7 +194,7 @@ CONF
     return 1
 }
 good "a Slurm of one node" start_slurm
-if [ "$(sinfo -h -o %T)" = idle ]; then
+if is_idle; then
     for name in "${!programs[@]}"; do
         case $name in mpich) pmi=pmi2 ;; *) pmi=pmix ;; esac
         if ! srun --mpi=list 2>&1 | grep -w "$pmi" >/dev/null; then
@@ -214,26 +214,19 @@ if [ "$(sinfo -h -o %T)" = idle ]; then
     mkdir "$work/batch"
     ln -s "${programs[$name]}" "$work/batch/train_nsa"
     job() { scontrol show job "$id" | grep -o "$1=[^ ]*" | cut -d= -f2; }
-    started() { [ "$(grep -c '^resume\|^run ' "$work/batch/out")" -ge "$1" ]; }
-    requeued() {
-        for _ in $(seq 150); do
-            [ "$(job Restarts)" = 1 ] && return 0
-            sleep 1
-        done
-        scontrol show job "$id"
-        cat "$work/batch/out"
-        return 1
+    queued_again() { [ "$(job Restarts)" = 1 ]; }
+    goes_on() {
+        local last
+        # Slurm lets a job that is queued again wait for two minutes, which this takes back.
+        [ "$(job JobState)" != PENDING ] || scontrol update JobId="$id" StartTime=now
+        last=$(losses "$work/batch/run" | tail -1 | cut -d' ' -f1)
+        [ "${last:-0}" -gt $((first + 10)) ]
     }
-    continues() {
-        local first last
+    # in_time COMMAND...: within three minutes; else it shows the job
+    in_time() {
+        local first
         first=$(newest_step "$work/batch/run")
-        for _ in $(seq 180); do
-            last=$(losses "$work/batch/run" | tail -1 | cut -d' ' -f1)
-            [ "${last:-0}" -gt $((first + 10)) ] && return 0
-            # Slurm lets a job that is queued again wait for two minutes, which this takes back.
-            [ "$(job JobState)" = PENDING ] && scontrol update JobId="$id" StartTime=now
-            sleep 1
-        done
+        within 180 "$@" && return 0
         scontrol show job "$id"
         cat "$work/batch/out"
         return 1
@@ -241,8 +234,8 @@ if [ "$(sinfo -h -o %T)" = idle ]; then
     id=$(cd "$work/batch" && sbatch --parsable --nodes=1 --ntasks-per-node=2 --cpus-per-task=1 --time=2 \
         --signal=USR1@30 --output="$work/batch/out" "$root/dev/slurm.sh" "${small[@]}" --steps 100000000 \
         --eval-every 0 --out "$work/batch/run")
-    good "sbatch dev/slurm.sh, $name: at the time limit a checkpoint, and queued again" requeued
-    good "sbatch dev/slurm.sh, $name: the second start continues" continues
+    good "sbatch dev/slurm.sh, $name: at the time limit a checkpoint, and queued again" in_time queued_again
+    good "sbatch dev/slurm.sh, $name: the second start continues" in_time goes_on
     scancel "$id"
     sleep 1
 fi
