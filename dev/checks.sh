@@ -1,5 +1,5 @@
-# checks.sh: what the scripts dev/*_check.sh share, which source it first: --help prints the comment at their head, and
-# they go on in the root folder, with a folder $work for the time of the check.
+# checks.sh: what dev/*_check.sh and dev/kernel_report.sh share, which source it first: --help prints the comment at
+# their head, and they go on in the root folder, with a folder $work for the time of the check.
 # shellcheck shell=bash
 case ${1:-} in -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
 cd "$(dirname "$0")/.." || exit 2

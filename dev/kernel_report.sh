@@ -19,17 +19,13 @@
 # limit of the tensor cores if it has at most 6 instructions per mma, and fewer than 2 ldmatrix per 5 mma. A loop with
 # wgmma works at 64 keys for the 16 rows of a warp.
 set -uo pipefail
-case ${1:-} in -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
-cd "$(dirname "$0")/.." || exit 2
-source=${1:-train_nsa.cu} cuobjdump=${CUOBJDUMP:-cuobjdump}
+# shellcheck source=dev/checks.sh
+. "$(dirname "$0")/checks.sh"
+source=${1:-train_nsa.cu} cuobjdump=${CUOBJDUMP:-cuobjdump} log=$work/log
 if ! command -v "${NVCC:-nvcc}" >/dev/null; then
-    echo "skipped: kernel_report.sh, as nvcc is not there"
-    echo "0 passed, 0 failed"
-    exit 0
+    skipped "kernel_report.sh, as nvcc is not there"
+    finish
 fi
-work=$(mktemp -d)
-log=$work/log
-trap 'rm -rf "$work"' EXIT
 # ROW CAPABILITY NAME FUNCTION HOW_MANY for each attention kernel, ARCH sm_N for each generation.
 "${CXX:-g++}" -std=c++17 -I. -x c++ - -o "$log.program" <<'EOF' && "$log.program" >"$log.rows" || exit 1
 #include <bitset>
@@ -104,7 +100,6 @@ count_loops() {
 }
 
 archs=${ARCHS:-$(awk '$1 == "ARCH" { print $2 }' "$log.rows")}
-failed=0 passed=0
 for arch in $archs; do
     # An older nvcc does not know the latest; none lists sm_90a beside sm_90.
     "${NVCC:-nvcc}" --list-gpu-code | grep -x "${arch%a}" >/dev/null || continue
@@ -172,5 +167,4 @@ if [ $((passed + failed)) -eq 0 ]; then
     echo "no kernel was counted: nvcc knows none of ${archs//$'\n'/ }, or $source has none"
     failed=1
 fi
-echo "$passed passed, $failed failed"
-[ "$failed" -eq 0 ]
+finish
