@@ -390,7 +390,7 @@ struct OpenRange {
         protect(machine.first_live, machine.range_end, protection);
     }
     static void protect(char* first, char* end, int protection) {
-        const uintptr_t page = 1 << 16;  // the largest that arm64 has
+        const uintptr_t page = uintptr_t(sysconf(_SC_PAGESIZE));
         first -= uintptr_t(first) % page;
         if (first < end && mprotect(first, (end - first + page - 1) / page * page, protection)) stop("mprotect failed");
     }
