@@ -20,7 +20,6 @@
 #else
 #include "ops/op_tests.h"
 #include "ops/op_attention_tests.h"
-#include "ops/op_layer_tests.h"
 #include "model/model_tests.h"
 #include "model/engine_model_tests.h"
 #include "model/decode_tests.h"

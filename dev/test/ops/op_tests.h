@@ -1,16 +1,6 @@
-// op_tests.h: the tools of the operations' tests, and the exponential, GEMM and the row operations of struct Cpu, in
-// fp32 and fp64, against the oracles of oracle.h.
-
-//
-// Error limits come with the oracles' Numbers, which derive them from the number format and the lengths of the sums;
-// finite differences state theirs in check_gradient. No limit is written by hand here unless its derivation stands
-// beside it.
+// op_tests.h: the tools of the operations' tests, and the exponential and GEMM of struct Cpu, in fp32 and fp64. No
+// limit is written by hand here unless its derivation stands beside it: they come with the oracles' Numbers.
 #pragma once
-#include <string>
-#include <vector>
-
-#include "../../../nsa_cpu.h"
-#include "../harness.h"
 #include "attention_tests.h"
 #include "row_tests.h"
 
@@ -32,26 +22,6 @@ TEST(op_guard_zones_see_a_write) {
         for (size_t i = 0; i < count; i++) CHECK(std::isnan(x[i]));
     }
     CHECK(std::isnan(Buffer<double>(1).data()[0]) && std::isnan(Buffer<double>(1).data()[1]));
-}
-
-TEST(op_oracle_knows_closed_forms) {  // the oracles themselves, where the answer is known without them
-    // One query, two keys, D = 2: scores 0 and ln 3 give the weights 1/4 and 3/4, lse = ln 4.
-    const double log3 = std::log(3.0) * std::sqrt(2.0);
-    const oracle::Numbers<double> q{1.0, 0.0}, k{0.0, 5.0, log3, -7.0}, v{4.0, 8.0, 0.0, 4.0};
-    NsaShape s;
-    s.T = 2, s.first = 1, s.queries = 1, s.H = s.G = 1, s.D = 2, s.full = true;
-    const oracle::Attended<double> row = oracle::attention(WIN, q, k, v, nullptr, s);
-    CHECK_NEAR(row.out[0].value, 1, 1e-14);  // a dozen roundings of 1e-16
-    CHECK_NEAR(row.out[1].value, 5, 1e-14);
-    CHECK_NEAR(row.lse[0].value, std::log(4.0), 1e-14);
-    // RoPE turns a quarter at position pi/2 only; at position 1, element 0 of D = 2 by one radian.
-    const double x[] = {1, 0};
-    CHECK_NEAR(oracle::rope(x, 1, 2, +1)[0].value, 0.54030230586813972, 1e-15);
-    CHECK_NEAR(oracle::rope(x, 1, 2, +1)[1].value, 0.84147098480789651, 1e-15);
-    // The rule of selection, by hand: 7 candidates, 5 may be taken, 0, 5 and 6 are forced; 2 and 4 tie below 3, the
-    // lower one wins.
-    CHECK(oracle::select({9, 1, 2, 3, 2, 0, 0}, 5) == (std::vector<int>{0, 2, 3, 5, 6}));
-    CHECK(oracle::select({9, 1, 2}, 5) == (std::vector<int>{0, 1, 2}));
 }
 
 TEST(op_visible_keys_by_hand) {
@@ -351,3 +321,43 @@ TEST(op_operands_in_pairs) {  // of a product that sums over the columns of a ma
                     }
             }
 }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The number of threads changes no bit: of products that are cut into many blocks. The other operations run with
+// several numbers of threads wherever they are tested, see in_every_order().
+
+template <class real>
+std::vector<std::vector<real>> products_of_many_blocks() {
+    Random random(600);
+    Cpu<real> cpu;
+    Gemm<real> gemm;
+    std::vector<std::vector<real>> results;
+    const auto keep = [&](const Buffer<real>& x) { results.emplace_back(x.data(), x.data() + x.size()); };
+    const int N = 203, C = 300, V = 60, wide = 1100;
+    Buffer<real> a(N * C), b(V * C), large_weight(size_t(wide) * C), product(N * V), large(size_t(N) * wide),
+        dinp(a.size()), dw(b.size());
+    a.fill(random), b.fill(random), large_weight.fill(random);
+    gemm.template blocked<real>(false, true, N, V, C, a, C, b, C, false, product, V), keep(product);
+    for (const bool bf16 : {false, true}) {
+        if (bf16 && (!HAVE_BF16 || sizeof(real) == 8)) continue;
+        cpu.gemm.bf16 = gemm.bf16 = bf16;
+        if constexpr (sizeof(real) == 4 && HAVE_BF16)
+            gemm.template blocked<Bf16Pair>(false, true, N, V, C, a, C, b, C, false, product, V), keep(product);
+        dw.fill(random);
+        cpu.matmul_forward(product, a, b, nullptr, N, C, V), keep(product);
+        cpu.matmul_backward_input(dinp, product, b, N, C, V), keep(dinp);
+        cpu.matmul_backward_weight(dw, product, a, N, C, V), keep(dw);
+        cpu.matmul_forward(large, a, large_weight, nullptr, N, C, wide), keep(large);
+    }
+    return results;
+}
+template <class real>
+void check_threads() {
+    const ThreadCount one(1);
+    const std::vector<std::vector<real>> alone = products_of_many_blocks<real>();
+    for (int count : {2, 3, 4}) {
+        const ThreadCount several(count);
+        CHECK(products_of_many_blocks<real>() == alone);
+    }
+}
+TEST(op_threads_change_no_bit) { check_threads<float>(), check_threads<double>(); }

@@ -331,8 +331,8 @@ Numbers<real> rope(const real* x, int position, int D, int direction, int base =
 // ---------------------------------------------------------------------------------------------------------------------
 // Attention and selection: the plain loops of the specification, Cpu in nsa_cpu.h, run on Numbers. What is
 // here only hands over arrays. The specification itself is judged by golden values of an independent PyTorch model and
-// by finite differences, both in fp64: cpu_fp64_golden_* in engine_model_tests.h, model_gradients_* in
-// model_tests.h, op_gradient_* in op_layer_tests.h.
+// by finite differences, both in fp64: cpu_fp64_golden_* in engine_model_tests.h, model_gradients_* in model_tests.h,
+// op_gradient_attention.
 
 template <class real>
 using Specification = Cpu<Number<real>>;
@@ -364,7 +364,7 @@ inline std::vector<int> visible(Branch branch, int t, const uint32_t* mask, cons
 }
 
 // One branch for the positions first .. first+queries-1. q [B, H, queries, D], k, v [B, G, key rows, D],
-// selection [B, G, queries, words]. tile: the smallest that the engine may cut the keys into, if not the branch's own.
+// selection [B, G, queries, words].
 // The engine's softmax may rescale at each tile what it has summed: one product with one exponential, 5u, so the limit
 // of a query depends on how many keys it sees, and queries are computed one by one.
 template <class real>
@@ -373,8 +373,8 @@ struct Attended {
 };
 template <class real>
 Attended<real> attention(Branch branch, const Numbers<real>& q, const Numbers<real>& k, const Numbers<real>& v,
-                         const uint32_t* selection, const NsaShape& s, bool bf16 = false, int tile = 0) {
-    const int h = s.H / s.G, most = tile ? tile : smallest_tile(branch, s);
+                         const uint32_t* selection, const NsaShape& s, bool bf16 = false) {
+    const int h = s.H / s.G, most = smallest_tile(branch, s);
     const size_t D = size_t(s.D);
     Attended<real> all{Numbers<real>(s.query_rows() * D), Numbers<real>(s.query_rows())};
     NsaShape one = s;
@@ -410,7 +410,6 @@ Attended<real> attention(Branch branch, const Numbers<real>& q, const Numbers<re
 template <class real>
 struct AttentionGradients {
     std::vector<Sum<real>> dq, dk, dv;
-    Numbers<real> dz;  // of the gate's logit [B, H, queries]
 };
 template <class real>
 AttentionGradients<real> branch_gradients(Branch branch, const Numbers<real>& q, const Numbers<real>& k,
@@ -423,33 +422,8 @@ AttentionGradients<real> branch_gradients(Branch branch, const Numbers<real>& q,
     specification.attention_backward(
         branch, {dq.data(), false, dk.data(), dv.data(), dout.data(), row_dot.data(), lse_gated.data()},
         {q.data(), k.data(), v.data(), selection}, s);
-    return {{dq.begin(), dq.end()}, {dk.begin(), dk.end()}, {dv.begin(), dv.end()}, {}};
+    return {{dq.begin(), dq.end()}, {dk.begin(), dk.end()}, {dv.begin(), dv.end()}};
 }
-// The same of sum(dout * gate * branch output), and dz. gate [B, H, queries] after the sigmoid; nullptr: fixed to 1.
-template <class real>
-AttentionGradients<real> attention_backward(Branch branch, const Numbers<real>& q, const Numbers<real>& k,
-                                            const Numbers<real>& v, const real* gate, const real* dout,
-                                            const uint32_t* selection, const NsaShape& s, bool bf16 = false) {
-    using N = Number<real>;
-    const Attended<real> forward = attention(branch, q, k, v, selection, s, bf16);
-    Numbers<real> row_dot(s.query_rows()), lse_gated(s.query_rows()), dz(s.query_rows());
-    for (size_t head = 0; head < size_t(s.B) * s.H; head++)
-        for (int t = s.first; t < s.first + s.queries; t++) {
-            const size_t row = s.query_row(head, t);
-            const N open = gate ? N(gate[row]) : N(1);
-            Sum<real> r;
-            for (size_t x = 0, D = size_t(s.D); x < D; x++)
-                r.add(N(dout[s.output_row(head, t) * D + x]) * forward.out[row * D + x]);
-            row_dot[row] = r;
-            lse_gated[row] = forward.lse[row] - log(open);
-            dz[row] = N(r) * open * (N(1) - open);
-        }
-    AttentionGradients<real> d =
-        branch_gradients(branch, q, k, v, numbers(dout, forward.out.size()), row_dot, lse_gated, selection, s, bf16);
-    d.dz = dz;
-    return d;
-}
-
 // p_slc[t, block] for blocks 0 .. t/l'. q, lse: the rows of the group's heads at t, `stride` rows apart; kc: this
 // (sequence, group)'s.
 template <class real>
