@@ -378,3 +378,87 @@ __global__ void mark_place(
 
 __global__ void set_to(float* x, float value) { x[threadIdx.x] = value; }
 __global__ void add_to(float* x, float value) { x[threadIdx.x] += value; }
+
+// ---- the kernels with planted faults, run
+
+// Each program has its own: it says where what was found is not what was expected, within the limit of each element.
+template <class T>
+void expect(const char* kernel, DeviceArray<T>& found, const std::vector<double>& expected,
+            const std::vector<double>& limit);
+template <class T>
+void expect(const char* kernel, DeviceArray<T>& found, const std::vector<double>& expected, double limit = 1e-5) {
+    expect(kernel, found, expected, std::vector<double>(expected.size(), limit));
+}
+inline float noise(size_t i) { return float(random_uniform(7, random_stream(RANDOM_TEST), i)) * 2 - 1; }
+template <class T>
+std::vector<T> noises(size_t n, size_t first = 0) {
+    std::vector<T> x(n);
+    for (size_t i = 0; i < n; i++) x[i] = T(noise(first + i));
+    return x;
+}
+
+template <int FAULT, int THREADS = 96>
+void rows() {
+    const size_t R = 5, C = 300;
+    DeviceArray<float> in(noises<float>(R * C)), out(R * C);
+    launch<normalize_rows<FAULT>>(R, THREADS, 0, nullptr, out.device, in.device, int(C));
+    std::vector<double> expected(R * C);
+    for (size_t r = 0; r < R; r++) {
+        double sum = 0, squares = 0;
+        for (size_t c = 0; c < C; c++) sum += in.host[r * C + c], squares += std::pow(in.host[r * C + c], 2);
+        for (size_t c = 0; c < C; c++)
+            expected[r * C + c] = (in.host[r * C + c] - sum / C) / std::sqrt(squares / C - sum * sum / C / C);
+    }
+    expect("normalize_rows", out, expected);
+}
+template <int FAULT, int THREADS = 64>
+void column_sums() {
+    const size_t R = 7, C = 300;
+    DeviceArray<float> in(noises<float>(R * C)), out(std::vector<float>(C, 0.0f));
+    launch<add_rows<FAULT>>(R, THREADS, 0, nullptr, out.device, in.device, int(C));
+    std::vector<double> expected(C);
+    for (size_t i = 0; i < R * C; i++) expected[i % C] += in.host[i];
+    expect("add_rows", out, expected);
+}
+template <int FAULT>
+void last_block() {
+    DeviceArray<float> sum(1), parts(9);
+    DeviceArray<unsigned> arrived(std::vector<unsigned>{0});
+    launch<sum_in_last_block<FAULT>>(9, 64, 0, nullptr, sum.device, parts.device, arrived.device);
+    expect("sum_in_last_block", sum, {9}, 0);
+}
+// As it stands, four tiles of K, the last one ragged; ragged rows and columns.
+template <int FAULT, int M = 70, int N = 20, int K = 104>
+void matmul() {
+    DeviceArray<bf16> a(noises<bf16>(M * K)), b(noises<bf16>(N * K, 5000));
+    DeviceArray<float> out(M * N);
+    launch<matmul_tiles<FAULT>>(dim3((M + TILE_M - 1) / TILE_M, (N + TILE_N - 1) / TILE_N), 128, MATMUL_SHARED_BYTES,
+                                nullptr, out.device, a.device, b.device, M, N, K);
+    std::vector<double> expected(M * N);
+    for (size_t i = 0; i < M * N; i++)
+        for (size_t k = 0; k < K; k++)
+            expected[i] += double(float(a.host[i / N * K + k])) * double(float(b.host[i % N * K + k]));
+    expect("matmul_tiles", out, expected, K * 0x1p-23);  // |products| <= 1, K roundings of a sum below K
+}
+// As it stands, three tiles, so that each buffer is filled again.
+template <int FAULT, size_t TILES = 3, size_t WARPGROUPS = 1>
+void warpgroup() {
+    const size_t keys = TILES * 64, rows = WARPGROUPS * 64;
+    DeviceArray<bf16> q(noises<bf16>(rows * 64)), k(noises<bf16>(keys * 64, 5000)), v(noises<bf16>(keys * 128, 50000));
+    DeviceArray<float> out(rows * 128);
+    launch<attention_on_warpgroups<FAULT>>(1, FAULT == NO_SUCH_WARPGROUP ? 96 : unsigned(WARPGROUPS) * 128,
+                                           ATTENTION_ON_WARPGROUPS_BYTES, nullptr, out.device, q.device, k.device,
+                                           v.device, int(TILES));
+    std::vector<double> expected(rows * 128), limit(rows * 128);  // a score is rounded once
+    for (size_t i = 0; i < rows; i++)
+        for (size_t key = 0; key < keys; key++) {
+            double score = 0;
+            for (size_t x = 0; x < 64; x++)
+                score += double(float(q.host[i * 64 + x])) * double(float(k.host[key * 64 + x]));
+            for (size_t x = 0; x < 128; x++) {
+                const double term = score * double(float(v.host[key * 128 + x]));
+                expected[i * 128 + x] += term, limit[i * 128 + x] += 0x1p-8 * std::fabs(term);
+            }
+        }
+    expect("attention_on_warpgroups", out, expected, limit);
+}

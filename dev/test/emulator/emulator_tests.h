@@ -7,12 +7,10 @@
 #include "emulator_kernels.cuh"
 #include "../harness.h"
 
-inline float emulator_noise(size_t i) { return float(random_uniform(7, random_stream(RANDOM_TEST), i)) * 2 - 1; }
 template <class T>
-inline std::vector<T> emulator_noises(size_t n, size_t first = 0) {
-    std::vector<T> x(n);
-    for (size_t i = 0; i < n; i++) x[i] = T(emulator_noise(first + i));
-    return x;
+void expect(const char*, DeviceArray<T>& found, const std::vector<double>& expected, const std::vector<double>& limit) {
+    found.download();
+    for (size_t i = 0; i < expected.size(); i++) CHECK_NEAR(float(found.host[i]), expected[i], limit[i]);
 }
 
 // Under the emulator: once for each of a few orders of threads and blocks, of every kind. On a GPU: once.
@@ -70,42 +68,23 @@ TEST(emulator_warp_functions) {
 }
 
 TEST(emulator_barriers_and_block_sums) {
-    for (const int threads : {32, 96, 256, 1024})
-        for_seeds([threads] {
-            const int R = 5, C = 300;
-            DeviceArray<float> in(emulator_noises<float>(R * C)), out(R * C), sums(std::vector<float>(C, 0.0f));
-            launch<normalize_rows<NONE>>(R, threads, 0, nullptr, out.device, in.device, C);
-            launch<add_rows<NONE>>(R, threads, 0, nullptr, sums.device, in.device, C);
-            out.download(), sums.download();
-            for (int r = 0; r < R; r++) {
-                double sum = 0, squares = 0;
-                for (int c = 0; c < C; c++)
-                    sum += in.host[size_t(r * C + c)], squares += std::pow(in.host[size_t(r * C + c)], 2);
-                const double deviation = std::sqrt(squares / C - sum * sum / C / C);
-                for (int c = 0; c < C; c++)
-                    CHECK_NEAR(out.host[size_t(r * C + c)], (in.host[size_t(r * C + c)] - sum / C) / deviation, 1e-5);
-            }
-            for (int c = 0; c < C; c++) {
-                double sum = 0;
-                for (int r = 0; r < R; r++) sum += in.host[size_t(r * C + c)];
-                CHECK_NEAR(sums.host[size_t(c)], sum, 1e-5);
-            }
-        });
+    for_seeds([] {
+        rows<NONE, 32>(), rows<NONE, 96>(), rows<NONE, 256>(), rows<NONE, 1024>();
+        column_sums<NONE, 32>(), column_sums<NONE, 256>();
+    });
 }
 
 TEST(emulator_atomics_and_last_block) {
     for_seeds([] {
         DeviceArray<int> counts(std::vector<int>(10, 0));
-        DeviceArray<float> sum(std::vector<float>(1, 0.0f)), total(1), parts(9);
+        DeviceArray<float> sum(std::vector<float>(1, 0.0f));
         DeviceArray<unsigned long long> wide(std::vector<unsigned long long>(1, 0ull));
-        DeviceArray<unsigned> arrived(std::vector<unsigned>(1, 0u));
         launch<count_and_sum>(7, 64, 0, nullptr, counts.device, sum.device, wide.device);
-        launch<sum_in_last_block<NONE>>(9, 64, 0, nullptr, total.device, parts.device, arrived.device);
         counts.download();
         for (int digit = 0; digit < 10; digit++) CHECK_EQUAL(counts.host[size_t(digit)], 448 / 10 + (digit < 448 % 10));
         CHECK_EQUAL(sum.download()[0], 224.0f);
         CHECK_EQUAL(wide.download()[0], 448ull << 33);
-        CHECK_EQUAL(total.download()[0], 9.0f);
+        last_block<NONE>();
     });
 }
 
@@ -199,8 +178,7 @@ TEST(emulator_rough_mma_cuts_sums_off) {
     CHECK_EQUAL(sum_of(0x1p-149f, {0x1p-149f, 0x1p-126f}), 0x1p-126f + 0x1p-148f);  // subnormal numbers count
     for (size_t n = 0; n < 1000; n++) {
         float terms[9];
-        for (size_t k = 0; k < 9; k++)
-            terms[k] = std::ldexp(emulator_noise(n * 9 + k), int(n * 7 + k * k * n % 31) % 60 - 40);
+        for (size_t k = 0; k < 9; k++) terms[k] = std::ldexp(noise(n * 9 + k), int(n * 7 + k * k * n % 31) % 60 - 40);
         double sum = 0, magnitude = 0;
         for (const float x : terms) sum += x, magnitude = std::max(magnitude, std::fabs(double(x)));
         const float found = sum_of(terms[0], std::vector<float>(terms + 1, terms + 9));
@@ -229,26 +207,9 @@ TEST(emulator_ldmatrix_fragments) {
 }
 
 TEST(emulator_matmul_by_double_buffered_tiles) {
-    struct {
-        int M, N, K;
-    } const shapes[] = {{64, 16, 32}, {70, 20, 104}, {1, 1, 8}, {65, 17, 160}};
-    for (const auto& s : shapes)
-        for_seeds([&] {
-            const size_t M = size_t(s.M), N = size_t(s.N), K = size_t(s.K);
-            DeviceArray<bf16> a(emulator_noises<bf16>(M * K)), b(emulator_noises<bf16>(N * K, 5000));
-            DeviceArray<float> out(M * N);
-            launch<matmul_tiles<NONE>>(dim3(unsigned(M + 63) / 64, unsigned(N + 15) / 16), 128, MATMUL_SHARED_BYTES,
-                                       nullptr, out.device, a.device, b.device, s.M, s.N, s.K);
-            out.download();
-            for (size_t i = 0; i < M; i++)
-                for (size_t j = 0; j < N; j++) {
-                    double sum = 0;
-                    for (size_t k = 0; k < K; k++)
-                        sum += double(float(a.host[i * K + k])) * double(float(b.host[j * K + k]));
-                    CHECK_NEAR(out.host[i * N + j], sum,
-                               double(K) * 0x1p-23);  // |products| <= 1, K roundings of a sum below K
-                }
-        });
+    for_seeds([] {
+        matmul<NONE, 64, 16, 32>(), matmul<NONE, 70, 20, 104>(), matmul<NONE, 1, 1, 8>(), matmul<NONE, 65, 17, 160>();
+    });
 }
 
 // Only sm_90a has wgmma.
@@ -260,7 +221,7 @@ inline bool device_has_wgmma() {
 template <int N, WgmmaForm FORM>
 inline void check_one_wgmma() {
     const size_t M = 64, COLUMNS_OF_B = N * 8, K = 128;
-    DeviceArray<bf16> a(emulator_noises<bf16>(M * K)), b(emulator_noises<bf16>(COLUMNS_OF_B * K, 9000));
+    DeviceArray<bf16> a(noises<bf16>(M * K)), b(noises<bf16>(COLUMNS_OF_B * K, 9000));
     DeviceArray<float> out(M * COLUMNS_OF_B);
     launch<one_wgmma<N, FORM>>(1, 128, ONE_WGMMA_BYTES, nullptr, out.device, a.device, b.device);
     out.download();
@@ -283,33 +244,11 @@ TEST(emulator_wgmma_of_every_form) {
 }
 TEST(emulator_attention_on_warpgroups) {
     if (!device_has_wgmma()) return;
-    for (const int tiles : {1, 2, 5})
-        for_seeds([tiles] {
-            const size_t keys = size_t(tiles) * 64, warpgroups = 1 + size_t(tiles) / 2 % 2, rows = warpgroups * 64;
-            DeviceArray<bf16> q(emulator_noises<bf16>(rows * 64)), k(emulator_noises<bf16>(keys * 64, 5000)),
-                v(emulator_noises<bf16>(keys * 128, 50000));
-            DeviceArray<float> out(rows * 128);
-            launch<attention_on_warpgroups<NONE>>(1, unsigned(warpgroups) * 128, ATTENTION_ON_WARPGROUPS_BYTES, nullptr,
-                                                  out.device, q.device, k.device, v.device, tiles);
-            out.download();
-            for (size_t i = 0; i < rows; i++) {
-                std::vector<double> sums(128), sizes(128);
-                for (size_t key = 0; key < keys; key++) {
-                    double score = 0;
-                    for (size_t x = 0; x < 64; x++)
-                        score += double(float(q.host[i * 64 + x])) * double(float(k.host[key * 64 + x]));
-                    for (size_t x = 0; x < 128; x++) {
-                        sums[x] += score * double(float(v.host[key * 128 + x]));
-                        sizes[x] += std::fabs(score * double(float(v.host[key * 128 + x])));
-                    }
-                }
-                for (size_t x = 0; x < 128; x++) CHECK_NEAR(out.host[i * 128 + x], sums[x], 0x1p-8 * sizes[x]);
-            }
-        });
+    for_seeds([] { warpgroup<NONE, 1>(), warpgroup<NONE, 2, 2>(), warpgroup<NONE, 5>(); });
 }
 
 TEST(emulator_async_copy_fills_with_zeros) {
-    DeviceArray<float> in(emulator_noises<float>(128)), out(128);
+    DeviceArray<float> in(noises<float>(128)), out(128);
     launch<copy_async>(1, 32, 0, nullptr, out.device, in.device, 20);
     out.download();
     for (int i = 0; i < 128; i++) CHECK_EQUAL(out.host[size_t(i)], i < 80 ? in.host[size_t(i)] : 0.0f);
@@ -392,7 +331,7 @@ TEST(emulator_seed_draws_the_order_of_threads) {
 TEST(emulator_same_seed_same_schedule) {
     auto sum_of = [](uint64_t seed) {  // fp32 additions in the order of the blocks
         emu::seed(seed);
-        DeviceArray<float> in(emulator_noises<float>(200)), out(std::vector<float>(1, 0.0f));
+        DeviceArray<float> in(noises<float>(200)), out(std::vector<float>(1, 0.0f));
         emu::machine.launches = 0;
         launch<add_rows<NONE>>(200, 32, 0, nullptr, out.device, in.device, 1);
         emu::seed(0);
@@ -500,130 +439,7 @@ TEST(emulator_late_work_runs_when_polled) {
 }
 #endif
 
-// ---- cublasLt
-
-struct MatmulCase {
-    uint64_t m, n, k;
-    bool transpose_a, transpose_b;
-    cudaDataType_t in, out;
-    float beta = 0;
-    int batches = 1;
-    uint64_t padding = 0;  // elements between columns
-};
-// Bytes on the device, as T or as bf16 and back.
-inline size_t element_bytes(cudaDataType_t type) { return type == CUDA_R_32F ? 4 : 2; }
-inline std::vector<char> encode(const std::vector<float>& values, cudaDataType_t type) {
-    std::vector<char> bytes(values.size() * element_bytes(type));
-    for (size_t i = 0; i < values.size(); i++) {
-        const bf16 rounded = __float2bfloat16(values[i]);
-        std::memcpy(&bytes[i * element_bytes(type)],
-                    type == CUDA_R_32F ? (const void*)&values[i] : (const void*)&rounded, element_bytes(type));
-    }
-    return bytes;
-}
-inline std::vector<float> decode(const std::vector<char>& bytes, cudaDataType_t type) {
-    std::vector<float> values(bytes.size() / element_bytes(type));
-    for (size_t i = 0; i < values.size(); i++) {
-        bf16 rounded;
-        std::memcpy(type == CUDA_R_32F ? (void*)&values[i] : (void*)&rounded, &bytes[i * element_bytes(type)],
-                    element_bytes(type));
-        if (type != CUDA_R_32F) values[i] = float(rounded);
-    }
-    return values;
-}
-inline void check_matmul(const MatmulCase& s) {
-    const uint64_t a_rows = s.transpose_a ? s.k : s.m, a_columns = s.transpose_a ? s.m : s.k,
-                   b_rows = s.transpose_b ? s.n : s.k, b_columns = s.transpose_b ? s.k : s.n;
-    const uint64_t lda = a_rows + s.padding, ldb = b_rows + s.padding, ldd = s.m + s.padding;
-    const uint64_t a_stride = lda * a_columns, b_stride = ldb * b_columns, d_stride = ldd * s.n,
-                   batches = uint64_t(s.batches);
-    DeviceArray<char> a(encode(emulator_noises<float>(a_stride * batches), s.in)),
-        b(encode(emulator_noises<float>(b_stride * batches, 9000), s.in));
-    DeviceArray<char> d(encode(emulator_noises<float>(d_stride * batches, 20000), s.out)), workspace(4096);
-    const std::vector<float> fa = decode(a.host, s.in), fb = decode(b.host, s.in), before = decode(d.host, s.out);
-
-    cublasLtHandle_t handle;
-    cublasLtMatmulDesc_t description;
-    cublasLtMatrixLayout_t la, lb, ld;
-    cublasLtMatmulPreference_t preference;
-    cublasLtMatmulHeuristicResult_t algorithm;
-    CUBLAS_CHECK(cublasLtCreate(&handle));
-    CUBLAS_CHECK(cublasLtMatmulDescCreate(&description, CUBLAS_COMPUTE_32F, CUDA_R_32F));
-    const cublasOperation_t ta = s.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N,
-                            tb = s.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N;
-    CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(description, CUBLASLT_MATMUL_DESC_TRANSA, &ta, sizeof ta));
-    CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(description, CUBLASLT_MATMUL_DESC_TRANSB, &tb, sizeof tb));
-    CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&la, s.in, a_rows, a_columns, int64_t(lda)));
-    CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&lb, s.in, b_rows, b_columns, int64_t(ldb)));
-    CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&ld, s.out, s.m, s.n, int64_t(ldd)));
-    const std::pair<cublasLtMatrixLayout_t, uint64_t> strides[] = {{la, a_stride}, {lb, b_stride}, {ld, d_stride}};
-    for (const auto& [layout, stride] : strides) {
-        const int64_t offset = int64_t(stride);
-        CUBLAS_CHECK(
-            cublasLtMatrixLayoutSetAttribute(layout, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &s.batches, sizeof s.batches));
-        CUBLAS_CHECK(cublasLtMatrixLayoutSetAttribute(layout, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &offset,
-                                                      sizeof offset));
-    }
-    const size_t workspace_bytes = workspace.host.size();
-    int found = 0;
-    CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(&preference));
-    CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
-                                                      &workspace_bytes, sizeof workspace_bytes));
-    CUBLAS_CHECK(
-        cublasLtMatmulAlgoGetHeuristic(handle, description, la, lb, ld, ld, preference, 1, &algorithm, &found));
-    CHECK_EQUAL(found, 1);
-    const float alpha = 0.5f;
-    CUBLAS_CHECK(cublasLtMatmul(handle, description, &alpha, a.device, la, b.device, lb, &s.beta, d.device, ld,
-                                d.device, ld, &algorithm.algo, workspace.device, workspace_bytes, nullptr));
-    const std::vector<float> after = decode(d.download(), s.out);
-
-    for (uint64_t batch = 0; batch < batches; batch++)
-        for (uint64_t j = 0; j < s.n; j++)
-            for (uint64_t i = 0; i < ldd; i++) {
-                const uint64_t at = batch * d_stride + j * ldd + i;
-                if (i >= s.m) {  // between the columns nothing is written
-                    CHECK_EQUAL(after[at], before[at]);
-                    continue;
-                }
-                double sum = 0;
-                for (uint64_t k = 0; k < s.k; k++)
-                    sum += double(fa[batch * a_stride + (s.transpose_a ? i * lda + k : k * lda + i)]) *
-                           double(fb[batch * b_stride + (s.transpose_b ? k * ldb + j : j * ldb + k)]);
-                const double expected = double(alpha) * sum + double(s.beta) * double(before[at]);
-                // fp32: k roundings of a sum below k; bf16: one more, of 8 bits
-                CHECK_NEAR(after[at], expected,
-                           double(s.k) * 0x1p-23 + (s.out == CUDA_R_32F ? 0 : std::fabs(expected) * 0x1p-8));
-            }
-    cublasLtMatmulPreferenceDestroy(preference), cublasLtMatmulDescDestroy(description);
-    cublasLtMatrixLayoutDestroy(la), cublasLtMatrixLayoutDestroy(lb), cublasLtMatrixLayoutDestroy(ld),
-        cublasLtDestroy(handle);
-}
-
-TEST(emulator_cublaslt_every_transposition_and_type) {
-    const std::pair<cudaDataType_t, cudaDataType_t> types[] = {
-        {CUDA_R_16BF, CUDA_R_16BF}, {CUDA_R_16BF, CUDA_R_32F}, {CUDA_R_32F, CUDA_R_32F}};
-    for (const auto& [in, out] : types)
-        for (const bool ta : {false, true})
-            for (const bool tb : {false, true})
-                for (const float beta : {0.0f, 1.0f}) {
-                    MatmulCase s = {40, 24, 56, ta, tb, in, out};
-                    s.beta = beta;
-                    check_matmul(s);
-                    s.padding = 8;
-                    check_matmul(s);
-                }
-}
-
-TEST(emulator_cublaslt_batches_and_odd_sizes) {
-    for (const bool ta : {false, true})
-        for (const bool tb : {false, true}) {
-            MatmulCase s = {32, 16, 24, ta, tb, CUDA_R_16BF, CUDA_R_16BF};
-            s.batches = 3;
-            check_matmul(s);
-            s.m = 17, s.n = 5, s.k = 9, s.in = s.out = CUDA_R_32F, s.batches = 1;  // no multiple of the tile
-            check_matmul(s);
-        }
-}
+// ---- cublasLt; what it computes is seen by cuda_matmul, cuda_muon_product and cuda_compress.
 
 #ifdef CUDA_ON_CPU
 TEST(emulator_cublaslt_refuses_what_does_not_fit) {
@@ -649,24 +465,21 @@ TEST(emulator_cublaslt_refuses_what_does_not_fit) {
         return cublasLtMatmul(handle, description, &alpha, x.device + offset, &a, y.device, &b, &beta, z.device, &d,
                               z.device, &d, &algorithm.algo, nullptr, 0, nullptr);
     };
+    const emu::MatrixLayout narrow = {CUDA_R_32F, 16, 15, 16}, half = {CUDA_R_16BF, 16, 16, 16},
+                            two = {CUDA_R_32F, 16, 16, 16, 2, 256};
+    const cublasStatus_t invalid = CUBLAS_STATUS_INVALID_VALUE, unsupported = CUBLAS_STATUS_NOT_SUPPORTED;
     CHECK(status(right, right, right) == CUBLAS_STATUS_SUCCESS);
-    CHECK(status({CUDA_R_32F, 16, 15, 16}, right, right) == CUBLAS_STATUS_INVALID_VALUE);  // k of a and of b
-    CHECK(status(right, right, {CUDA_R_32F, 16, 15, 16}) == CUBLAS_STATUS_INVALID_VALUE);  // columns of d
-    // leading dimension
-    CHECK(status({CUDA_R_32F, 16, 16, 15}, right, right) == CUBLAS_STATUS_INVALID_VALUE);
-    CHECK(status({CUDA_R_32F, 16, 16, 16, 2, 256}, right, right) ==
-          CUBLAS_STATUS_INVALID_VALUE);  // batches of a and of d
-    // types of a and of b
-    CHECK(status({CUDA_R_16BF, 16, 16, 16}, right, right) == CUBLAS_STATUS_NOT_SUPPORTED);
-    CHECK(status(right, right, {CUDA_R_16BF, 16, 16, 16}) == CUBLAS_STATUS_NOT_SUPPORTED);  // fp32 into bf16
-    CHECK(status({CUDA_R_32F, 16, 16, 16, 2, 256}, {CUDA_R_32F, 16, 16, 16, 2, 256},
-                 {CUDA_R_32F, 16, 16, 16, 2, 128}) == CUBLAS_STATUS_INVALID_VALUE);  // results overlap
-    CHECK(status({CUDA_R_32F, 16, 16, 16, 2, 257}, {CUDA_R_32F, 16, 16, 16, 2, 256},
-                 {CUDA_R_32F, 16, 16, 16, 2, 256}) == CUBLAS_STATUS_NOT_SUPPORTED);  // the second a is not aligned
-    CHECK(status(right, right, right, 1024) == CUBLAS_STATUS_INVALID_VALUE);         // less workspace than promised
-    // an unaligned matrix
-    CHECK(status(right, right, right, 0, 1) == CUBLAS_STATUS_INVALID_VALUE);
-    CHECK_FAILS(1, "not supported", CUBLAS_CHECK(status({CUDA_R_16BF, 16, 16, 16}, right, right)));
+    CHECK(status(narrow, right, right) == invalid);                            // k of a and of b
+    CHECK(status(right, right, narrow) == invalid);                            // columns of d
+    CHECK(status({CUDA_R_32F, 16, 16, 15}, right, right) == invalid);          // leading dimension
+    CHECK(status(two, right, right) == invalid);                               // batches of a and of d
+    CHECK(status(two, two, {CUDA_R_32F, 16, 16, 16, 2, 128}) == invalid);      // results overlap
+    CHECK(status({CUDA_R_32F, 16, 16, 16, 2, 257}, two, two) == unsupported);  // the second a is not aligned
+    CHECK(status(half, right, right) == unsupported);                          // types of a and of b
+    CHECK(status(right, right, half) == unsupported);                          // fp32 into bf16
+    CHECK(status(right, right, right, 1024) == invalid);                       // less workspace than promised
+    CHECK(status(right, right, right, 0, 1) == invalid);                       // an unaligned matrix
+    CHECK_FAILS(1, "not supported", CUBLAS_CHECK(status(half, right, right)));
     const char* wrong_size = "";
     CHECK(cublasLtMatmulDescSetAttribute(description, CUBLASLT_MATMUL_DESC_TRANSA, wrong_size, 1) ==
           CUBLAS_STATUS_INVALID_VALUE);
