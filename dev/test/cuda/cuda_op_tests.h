@@ -61,67 +61,16 @@ TEST(cuda_refuses_narrow_matrices) {
                 dev.matmul_forward(out, a, weight, nullptr, 2, 18, 18));
 }
 
-// The plain kernel: the same products by the engine, and shapes that fill no tile, transposed, in batches with gaps
-// between their matrices, in either precision.
-template <class In, class Out>
-void check_plain_gemm(int M, int N, int K, bool transpose_a, bool transpose_b, int count, bool add) {
-    Cuda dev(0, TEST_WORKSPACE);
-    const float beta = -1.5f;  // of what is added
-    Random random(31);
-    const size_t lda = size_t(transpose_a ? M : K) + 3, ldb = size_t(transpose_b ? K : N) + 1, ldc = size_t(N) + 2,
-                 next_a = lda * size_t(transpose_a ? K : M) + 5, next_b = ldb * size_t(transpose_b ? N : K),
-                 next_c = ldc * size_t(M) + 7;
-    const auto rounded = [](auto type, HostArray x) {
-        for (float& value : x) value = float(decltype(type)(value));
-        return x;
-    };
-    const HostArray a = rounded(In(), CudaEngine::random_values(random, next_a * size_t(count))),
-                    b = rounded(In(), CudaEngine::random_values(random, next_b * size_t(count))),
-                    before = rounded(Out(), CudaEngine::random_values(random, next_c * size_t(count)));
-    const auto outputs = in_every_order<CudaEngine>([&] {
-        In *A = dev.allocate<In>(a.size()), *B = dev.allocate<In>(b.size());
-        Out* C = dev.allocate<Out>(before.size());
-        dev.from_host(A, a.data(), a.size()), dev.from_host(B, b.data(), b.size());
-        dev.from_host(C, before.data(), before.size());
-        plain_gemm<In, Out>(transpose_a, transpose_b, M, N, K, A, lda, B, ldb, add ? C : nullptr, beta, C, ldc, count,
-                            next_a, next_b, next_c, dev.stream);
-        HostArray out(before.size());
-        dev.to_host(out.data(), C, out.size());
-        dev.release(A), dev.release(B), dev.release(C);
-        return std::vector<HostArray>{out};
-    });
-    CudaEngine::Nums expected;
-    for (const float x : before) expected.push_back(CudaEngine::Num(x));  // what lies between the matrices stays
-    for (int z = 0; z < count; z++)
-        for (int m = 0; m < M; m++)
-            for (int n = 0; n < N; n++) {
-                CudaEngine::Sum sum;
-                const size_t at = size_t(z) * next_c + size_t(m) * ldc + size_t(n);
-                if (add) sum.add(CudaEngine::Num(beta) * CudaEngine::Num(before[at]));
-                for (int k = 0; k < K; k++)
-                    sum.add(
-                        CudaEngine::Num(
-                            a[size_t(z) * next_a + size_t(transpose_a ? k : m) * lda + size_t(transpose_a ? m : k)]) *
-                        CudaEngine::Num(
-                            b[size_t(z) * next_b + size_t(transpose_b ? n : k) * ldb + size_t(transpose_b ? k : n)]));
-                const CudaEngine::Num number = oracle::numbers(std::vector<CudaEngine::Sum>{sum})[0];
-                const double u = std::is_same<Out, float>::value ? 0 : 0x1p-8;
-                expected[at] = {number.value, number.error + u * (std::fabs(number.value) + number.error)};
-            }
-    CHECK_ARRAY(outputs[0], expected);
-}
+// By the engine's own kernel: products of shapes that fill no tile, added to what is there, in batches, and of rows
+// that overlap.
 TEST(cuda_plain_matmul) {
     Cuda dev(0, TEST_WORKSPACE);
 #ifndef NO_CUBLAS
     dev.plain_matmul = true;
 #endif
     check_matmul<CudaEngine>(dev, 33, 72, 136), check_matmul<CudaEngine>(dev, 130, 40, 24);
-    for (const bool transpose_a : {false, true})
-        for (const bool transpose_b : {false, true}) {
-            check_plain_gemm<float, float>(65, 67, 33, transpose_a, transpose_b, 1, transpose_a);
-            check_plain_gemm<Cuda::real, float>(1, 130, 17, transpose_a, transpose_b, 3, transpose_b);
-        }
-    check_plain_gemm<Cuda::real, Cuda::real>(70, 3, 40, false, true, 2, true);
+    check_muon_product<CudaEngine>(dev);
+    check_compress<CudaEngine>(dev, nsa_shape(1, 70, 2, 1, 16, 16, 4, 16, 3, 9));
 }
 // Names contain each other.
 TEST(cuda_peaks_of_gpus) {

@@ -100,31 +100,25 @@ inline void put_inputs(Arrays& file, const Case& c, const Inputs& in, const Expe
 }
 // found = what this device makes of the file's inputs.
 inline void run_case(Arrays& found, const Arrays& file, const Case& c) {
-    const NsaShape& s = c.s;
-    const size_t rows = s.query_rows(), keys = size_t(s.B) * s.G * size_t(s.key_stride(c.branch)), D = size_t(s.D);
-    const auto input = [&](const char* name, size_t count) {
-        return Arrays::at(file.numbers, c.name + ": " + name, count);
+    Inputs in(c.s, c.branch, 1, 0);
+    const size_t rows = in.rows(), D = size_t(c.s.D);
+    const auto read = [&](const char* name, size_t count) {
+        const std::vector<float>& from = Arrays::at(file.numbers, c.name + ": " + name, count);
+        return std::vector<double>(from.begin(), from.end());
     };
-    const DeviceArray<bf16> q(input("q", rows * D)), k(input("k", keys * D)), v(input("v", keys * D)),
-        dout(input("dout", rows * D)), out(rows * D);
-    const DeviceArray<float> lse(rows);
-    const auto widened = [&](const char* name, size_t count) {
-        const std::vector<float>& x = input(name, count);
-        return std::vector<double>(x.begin(), x.end());
-    };
-    BranchBackward made(c.branch, s, widened("o", rows * D), widened("gate", rows), widened("lse given", rows));
+    in.q = read("q", rows * D), in.k = read("k", in.k.size()), in.v = read("v", in.v.size());
+    in.dout = read("dout", rows * D);
     const std::vector<int32_t>& chosen = file.bits.at(c.name + ": chosen");
-    const DeviceArray<uint32_t> selection(std::vector<uint32_t>(chosen.begin(), chosen.end()));
-    const AttentionPath path = {c.kernel, device_has_warpgroups(s.D)};
-    attention_forward(c.branch, out.data, lse.data, q.data, k.data, v.data, selection.data, s, path,
-                      AttentionScratch(c.branch, s, path, false), nullptr);
-    made.run(q.data, k.data, v.data, dout.data, selection.data, path, AttentionScratch(c.branch, s, path, true));
-    const std::pair<const char*, std::vector<double>> arrays[] = {{"out", out.download()},
-                                                                  {"lse", lse.download()},
-                                                                  {"dq", made.dq.download()},
-                                                                  {"dk", made.dk.download()},
-                                                                  {"dv", made.dv.download()}};
-    for (const auto& [name, x] : arrays) found.numbers[c.name + ": " + name] = narrowed(x);
+    in.selection = {chosen.begin(), chosen.end()};
+    Expected given;
+    given.o = read("o", rows * D), given.gate = read("gate", rows), given.lse_given = read("lse given", rows);
+    const AttentionPath path = {c.kernel, device_has_warpgroups(c.s.D)};
+    const Results made = run_branch(in, path, path, &given);
+    const auto put = [&](const char* name, const auto& x) {
+        std::vector<float>& to = found.numbers[c.name + ": " + name];
+        for (const auto& number : x) to.push_back(float(number));
+    };
+    put("out", made.out), put("lse", made.lse), put("dq", made.dq), put("dk", made.dk), put("dv", made.dv);
 }
 inline void run_choice(Arrays& found, const Arrays& file) {
     const NsaShape s = selection_shape();

@@ -257,22 +257,6 @@ TEST(samples_equal_the_raw_file) {
     }
 }
 
-TEST(an_epoch_sees_every_sample_once) {
-    ShardFolder folder;
-    const int T = 4, n = 37;
-    DataLoader loader(folder.sources(), data_options(T, true));
-    std::vector<std::vector<int>> epochs;
-    for (int epoch = 0; epoch < 3; epoch++) {
-        epochs.push_back(first_tokens(loader, n, T));
-        const std::set<int> seen(epochs.back().begin(), epochs.back().end());
-        CHECK_EQUAL(int(seen.size()), n);
-        for (const int token : seen) CHECK((token < 100 || (token >= 20000 && token < 20048)) && token % T == 0);
-    }
-    CHECK(epochs[0] != epochs[1] && epochs[1] != epochs[2]);
-    DataLoader other_seed(folder.sources(), data_options(T, true, 8));
-    CHECK(first_tokens(other_seed, n, T) != epochs[0]);
-}
-
 TEST(data_order_does_not_depend_on_ranks_or_micro_batch) {
     ShardFolder folder;
     const int T = 4, steps = 10;  // 10 global batches of 8 samples: past the second epoch of 37
@@ -313,7 +297,8 @@ TEST(loader_resumes_exactly) {
     ShardFolder folder;
     const int T = 4;
     DataLoader whole(folder.sources(), data_options(T, true));
-    for (int i = 0; i < 5; i++) first_tokens(whole, 3, T);
+    const std::vector<int> begin = first_tokens(whole, 3, T);
+    for (int i = 0; i < 4; i++) first_tokens(whole, 3, T);
     const LoaderState saved = whole.state();
     CHECK_EQUAL(saved.seed, 7u);
     CHECK_EQUAL(saved.seq_len, 4u);
@@ -323,7 +308,7 @@ TEST(loader_resumes_exactly) {
     for (int i = 0; i < 20; i++) rest.push_back(first_tokens(whole, 3, T));
 
     DataLoader resumed(folder.sources(), data_options(T, true, 99));  // the seed comes from the state
-    first_tokens(resumed, 3, T);  // a batch read ahead under the other seed must not come out
+    CHECK(first_tokens(resumed, 3, T) != begin);  // a batch read ahead under the other seed must not come out
     resumed.restore(saved);
     for (int i = 0; i < 20; i++) CHECK(first_tokens(resumed, 3, T) == rest[size_t(i)]);
     resumed.restore(saved);

@@ -230,8 +230,8 @@ ENGINE_TEST(matmul) {
 }
 
 // Muon's products: of several matrices, with what is added multiplied by a factor.
-ENGINE_TEST(muon_product) {
-    const auto dev = E::open();
+template <class E>
+void check_muon_product(typename E::Dev& dev) {
     const int count = 3, M = 24, N = 72, K = 40;
     const float beta = -1.75f;
     Random random(34);
@@ -239,9 +239,9 @@ ENGINE_TEST(muon_product) {
                addend = E::random_reals(random, size_t(count) * M * N);
     for (const bool transposed : {false, true}) {
         const auto outputs = in_every_order<E>([&]() -> std::vector<typename E::Values> {
-            Reals<E> a(*dev, x), b(*dev, y), c(*dev, addend), out(*dev, addend.size()), sum(*dev, addend.size());
-            dev->muon_product(out, a, b, transposed, nullptr, 0, count, M, N, K);
-            dev->muon_product(sum, a, b, transposed, c, double(beta), count, M, N, K);
+            Reals<E> a(dev, x), b(dev, y), c(dev, addend), out(dev, addend.size()), sum(dev, addend.size());
+            dev.muon_product(out, a, b, transposed, nullptr, 0, count, M, N, K);
+            dev.muon_product(sum, a, b, transposed, c, double(beta), count, M, N, K);
             return {out.host(), sum.host()};
         });
         std::vector<typename E::Sum> out(addend.size()), sum(addend.size());
@@ -259,21 +259,8 @@ ENGINE_TEST(muon_product) {
         CHECK_ARRAY(outputs[1], E::stored(oracle::numbers(sum)), count * M, N);
     }
 }
+ENGINE_TEST(muon_product) { check_muon_product<E>(*E::open()); }
 
-// What an engine makes of x, and of its gradient, which may take the place of dout.
-template <class E>
-std::vector<typename E::Values> silu_outputs(typename E::Dev& dev, const typename E::Values& x,
-                                             const typename E::Values& dout) {
-    return in_every_order<E>([&]() -> std::vector<typename E::Values> {
-        const size_t count = x.size();
-        Reals<E> in(dev, x), out(dev, count), d(dev, dout), din(dev, count);
-        dev.silu_forward(out, in, count);
-        dev.silu_backward(din, d, in, count);
-        dev.silu_backward(d, d, in, count);  // in place
-        CHECK_SAME_BITS(d.host().data(), din.host().data(), count);
-        return {out.host(), din.host()};
-    });
-}
 ENGINE_TEST(silu) {
     using Num = typename E::Num;
     const auto dev = E::open();
@@ -283,7 +270,14 @@ ENGINE_TEST(silu) {
         const auto dout = E::random_reals(random, count);
         for (size_t i = 0; i < 400; i++) x[i] = E::as_real(-100 + 0.5 * double(i));
         x[400] = 0, x[401] = 1000, x[402] = -1000, x[403] = E::as_real(-0.0);
-        const auto outputs = silu_outputs<E>(*dev, x, dout);
+        const auto outputs = in_every_order<E>([&]() -> std::vector<typename E::Values> {
+            Reals<E> in(*dev, x), out(*dev, count), d(*dev, dout), din(*dev, count);
+            dev->silu_forward(out, in, count);
+            dev->silu_backward(din, d, in, count);
+            dev->silu_backward(d, d, in, count);  // in place of dout
+            CHECK_SAME_BITS(d.host().data(), din.host().data(), count);
+            return {out.host(), din.host()};
+        });
         typename E::Nums expected, expected_dx;
         for (size_t i = 0; i < count; i++) {
             Num silu = oracle::silu(Num(x[i])), slope = oracle::silu_slope(Num(x[i]));
