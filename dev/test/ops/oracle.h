@@ -99,7 +99,12 @@ namespace oracle {
 // The nearest number of 8 significant bits, ties to even; below 2^-126 the spacing stays 2^-133.
 inline double rounded_to_bf16(double x) {
     if (x == 0 || x != x) return x;
-    const double spacing = std::ldexp(1.0, std::max(std::ilogb(x), -126) - 7);
+    uint64_t bits;
+    std::memcpy(&bits, &x, 8);
+    bits &= uint64_t(0x7FF) << 52;
+    double power;  // of two, at most |x|
+    std::memcpy(&power, &bits, 8);
+    const double spacing = std::max(power, 0x1p-126) * 0x1p-7;
     return std::nearbyint(x / spacing) * spacing;
 }
 
