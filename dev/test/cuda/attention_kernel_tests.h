@@ -651,10 +651,10 @@ TEST(attention_kernels_compression) {
 }
 TEST(attention_kernels_windows) {
     using namespace attention_tests;
-    std::vector<Setup> table = {{BY_WIN, windowed(shape(200, 2), 1, true)}};
+    std::vector<Setup> table = {{BY_WIN, windowed(shape(150, 2), 1, true)}};
     // 79, 95: its edge falls on the edge of a warp's keys, 16 of them or 32. 125: of a tile of queries the last alone
     // does not see the first key of a tile.
-    for (const int window : {1, 37, 64, 79, 95, 125, 500}) table.push_back({BY_WIN, windowed(shape(200, 3), window)});
+    for (const int window : {1, 37, 64, 79, 95, 125, 500}) table.push_back({BY_WIN, windowed(shape(150, 3), window)});
     check_setups(table);
 }
 TEST(attention_kernels_selection_blocks) {
@@ -662,7 +662,7 @@ TEST(attention_kernels_selection_blocks) {
     std::vector<Setup> table;
     for (const int block : {16, 32, 64, 128, 192}) {
         const unsigned ways = BY_SLC | GATHERED;
-        table.push_back({ways, blocks_of_tokens(shape(std::min(LONGEST, block > 64 ? 270 : 200), 3), block)});
+        table.push_back({ways, blocks_of_tokens(shape(std::min(LONGEST, block > 64 ? 220 : 150), 3), block)});
         table.push_back({ways, blocks_of_tokens(shape(150, 3), block), 0.03});  // most tiles are skipped
         if (block < 64)  // all rows choose something of a tile, but not all of it
             table.push_back({ways, blocks_of_tokens(shape(150, 3), block), 0.9});
@@ -704,7 +704,7 @@ TEST(attention_kernels_used_tiles) {
 TEST(attention_kernels_head_dimensions) {
     using namespace attention_tests;
     std::vector<Setup> table = {{GATHERED, shape(80, 12, 1, 128)}};
-    for (const int D : {16, 32, 128}) table.push_back({BY_ALL, compressed(shape(150, 3, 1, D), 4, 1)});
+    for (const int D : {16, 32, 128}) table.push_back({BY_ALL, compressed(shape(100, 3, 1, D), 4, 1)});
     check_setups(table);
 }
 TEST(attention_kernels_decoding) {
@@ -729,14 +729,14 @@ TEST(attention_kernels_of_wide_heads) {
     std::vector<Setup> table = {{BY_ALL, compressed(shape(150, 3, 1, 128), 4, 1), 0.4, true, 18},  // large logits
                                 {BY_ALL, from(shape(150, 6, 2, 128), 100, 50)}};
     for (const int T : {1, 64, 65, 193}) table.push_back({BY_TILES, shape(T, 3, 1, 128)});
-    for (const int window : {1, 64, 79, 125}) table.push_back({BY_WIN, windowed(shape(200, 3, 1, 128), window)});
+    for (const int window : {1, 64, 79, 125}) table.push_back({BY_WIN, windowed(shape(150, 3, 1, 128), window)});
     check_setups(table);
 }
 TEST(attention_kernels_wide_selection_blocks) {
     using namespace attention_tests;
     std::vector<Setup> table;
     for (const int block : {16, 32, 64, 128, 192}) {
-        const NsaShape s = blocks_of_tokens(shape(std::min(LONGEST, block > 64 ? 270 : 140), 3, 1, 128), block);
+        const NsaShape s = blocks_of_tokens(shape(std::min(LONGEST, block > 64 ? 220 : 140), 3, 1, 128), block);
         table.push_back({BY_SLC | GATHERED, s});
         table.push_back({BY_SLC, s, 0.03});
     }

@@ -23,7 +23,8 @@ TEST_LONG(cuda_model_decoding_is_the_forward_pass_up_to_600_tokens) {
 #ifdef CUDA_ON_CPU
 // What a profiler sees of a step of two micro-steps and two layers, and that it is asked for the chosen steps alone.
 TEST(cuda_profile_ranges_name_the_parts_of_a_step) {
-    const Config c = engine_config("--batch 1 --total-batch 300");
+    Config c = engine_config("--batch 1");
+    c.seq_len = 64, c.total_batch = 128;
     Cuda dev(0, size_t(1) << 20);
     Model<Cuda> model(dev, c, true);
     Activations<Cuda> a(dev, c, 1, c.seq_len, TRAINING);
