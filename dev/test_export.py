@@ -5,17 +5,15 @@
 
 Trains small models for a few steps, exports them, and compares transformers with the program itself: logits on texts of
 1 to 3000 tokens, 512 greedy tokens with and without caches, the tokens of a text, and import(export(run)) == run, byte
-for byte. Prints a line for each comparison; exit status 1 if one fails. --vocab-dir: GPT-2's vocabulary, for which an
-invented one of the same size stands in otherwise. --keep: leaves the runs and exports in this folder.
+for byte. Prints a line for each comparison; exit status 1 if one fails. --vocab-dir: GPT-2's vocabulary, for which one
+that `train_nsa vocabulary` learns stands in otherwise. --keep: leaves the runs and exports in this folder.
 
 Needs transformers, torch, safetensors and numpy (pip install them). Five minutes on two cores.
 """
 
 import argparse
 import glob
-import json
 import os
-import random
 import subprocess
 import sys
 import tempfile
@@ -84,43 +82,11 @@ class Program:
         return os.path.join(self.folder, *parts)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# A vocabulary of GPT-2's size and form: merges of bytes, then of such pairs, in random order.
-
 def written_bytes():
     """byte -> the character that stands for it in vocab.json: printable ones for themselves, the others from U+0100."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
     return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
-
-
-def bpe(parts, ranks):
-    parts = list(parts)
-    while len(parts) > 1:
-        best = min(range(len(parts) - 1), key=lambda i: ranks.get((parts[i], parts[i + 1]), 1 << 30))
-        if (parts[best], parts[best + 1]) not in ranks:
-            break
-        parts[best:best + 2] = [parts[best] + parts[best + 1]]
-    return parts
-
-
-def invent_vocabulary(folder, size=50257):
-    draw, bytes_ = random.Random(1), list(written_bytes().values())
-    common = [c for c in bytes_ if c.isascii()] + [written_bytes()[32]]
-    ranks, tokens = {}, set(bytes_)
-    while len(ranks) < size - 257:
-        pool = common if len(ranks) < 5000 else [*tokens] if len(ranks) % 5000 == 0 else pool
-        pair = draw.choice(pool), draw.choice(pool)
-        # a merge that can apply: what is before it cuts the token into these two
-        if pair[0] + pair[1] not in tokens and bpe(pair[0] + pair[1], ranks) == [*pair]:
-            ranks[pair] = len(ranks)
-            tokens.add(pair[0] + pair[1])
-    names = bytes_ + [left + right for left, right in ranks] + ["<|endoftext|>"]
-    os.makedirs(folder)
-    with open(os.path.join(folder, "vocab.json"), "w", encoding="utf-8") as file:
-        json.dump({name: i for i, name in enumerate(names)}, file, ensure_ascii=False)
-    with open(os.path.join(folder, "merges.txt"), "w", encoding="utf-8") as file:
-        file.write("#version: 0.2\n" + "".join(f"{left} {right}\n" for left, right in ranks))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -304,12 +270,12 @@ def main():
 
 
 def test(program, vocab_dir):
-    if not vocab_dir:
-        vocab_dir = program.file("vocabulary")
-        invent_vocabulary(vocab_dir)
     text = "".join(open(os.path.join(HERE, name), encoding="utf-8").read() for name in ("MODEL.md", "GUIDE.md"))
     with open(program.file("text.txt"), "w", encoding="utf-8") as file:
         file.write(text)
+    if not vocab_dir:
+        vocab_dir = program.file("vocabulary")
+        program("vocabulary", "--in", "text.txt", "--size", "3000", "--out", vocab_dir)
     awkward = text[:20000] + (
         "don't  stop\t\n\n  x \u00a0 \u0100\u0144 \u4f60\u597d \U0001f600 1234 '\u2019s\r\nI'LL we've !?... \x01\x7f "
     )
