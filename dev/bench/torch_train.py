@@ -1,17 +1,19 @@
 #!/usr/bin/env python3
 """Trains torch_step.py's dense model as a run of train_nsa was trained: on its shards in its order of samples, with its
-AdamW, its schedule and its batches, from the weights of a checkpoint; prints "step N loss L seconds S" for each step.
+AdamW, its schedule and its batches, from the weights of a checkpoint; prints the loss of each step, and how far the
+run's losses are from them.
 
-    torch_train.py RUN FIRST [--compile]
+    torch_train.py RUN FIRST
 
-RUN is the run, of --attention full with as many --kv-groups as heads where losses are to agree; FIRST the checkpoint,
-such as that of a step with --lr 0 under the same --seed; none: weights of its own. Needs PyTorch and NumPy.
+RUN is the run, of --attention full with as many --kv-groups as heads; FIRST the checkpoint, such as that of a step with
+--lr 0 under the same --seed. On a GPU the model is compiled. Needs PyTorch and NumPy.
 """
 import argparse
 import array
 import json
 import math
 import os
+import re
 import sys
 import time
 
@@ -20,7 +22,7 @@ from torch_step import Dense, rotation_of, torch  # it says what is missing
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:0] = [f"{HERE}/..", f"{HERE}/evidence"]
 import reference  # noqa: E402
-from arms import VOCABULARY  # noqa: E402
+from run import VOCABULARY  # noqa: E402
 from ngram import shards_of  # noqa: E402
 
 SHUFFLE = 2  # lib/base/util.h's stream
@@ -101,7 +103,6 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run")
     parser.add_argument("first")
-    parser.add_argument("--compile", action="store_true")
     a = parser.parse_args()
     with open(f"{a.run}/run.json") as file:
         o = json.load(file)
@@ -111,8 +112,7 @@ def main():
     torch.set_float32_matmul_precision("high")
     torch.set_num_threads(1)  # of the CPU: tiny models, beside other work
     model = Dense(VOCABULARY[o["tokenizer"]], o["layers"], o["dim"], o["heads"])
-    if a.first != "none":
-        load_weights(model, a.first)
+    load_weights(model, a.first)
     model = model.to(device)
     T = o["seq_len"]
     rotation = rotation_of(T, o["dim"] // o["heads"], device, float(o["rope_base"]))
@@ -120,8 +120,11 @@ def main():
     optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": o["weight_decay"]},
                                    {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0}],
                                   betas=(0.9, 0.95), eps=1e-8, fused=device == "cuda")
-    compiled = torch.compile(model) if a.compile else model
+    compiled = torch.compile(model) if device == "cuda" else model
     batches, micro_steps = Batches(o["data"], T, o["seed"]), o["total_batch"] // (o["batch"] * T)
+    with open(f"{a.run}/main.log") as file:
+        losses = dict(re.findall(r"^s:(\d+) trl:([\d.]+)", file.read(), re.MULTILINE))
+    differences = {}
     for step in range(1, o["steps"] + 1):
         begin = time.perf_counter()
         for group in optimizer.param_groups:
@@ -136,7 +139,10 @@ def main():
         torch.nn.utils.clip_grad_norm_(model.parameters(), o["grad_clip"])
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        differences[step] = abs(float(losses[str(step)]) - total.item())
         print(f"step {step} loss {total.item():.6f} seconds {time.perf_counter() - begin:.3f}", flush=True)
+    worst = max(difference for step, difference in differences.items() if step % min(100, o["steps"]) == 0)
+    print(f"largest difference between full attention and PyTorch at every 100th step: {worst:.4f}")
 
 
 if __name__ == "__main__":

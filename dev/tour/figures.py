@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""figures.py: draws the figures of the tour from the program's numbers. Needs nothing but Python's standard library.
+"""figures.py: draws the figures of the documents from the program's numbers, by Python's standard library alone.
 
     dev/tour/figures.py BUILD             all figures, from BUILD/tour, BUILD/tour_lanes and the files below
     dev/tour/figures.py BUILD --measure   before that, the first two anew: trains tiny (two minutes) for what a trained
                                           model selects, and times a step of two ranks; on a machine that does nothing
                                           else
 
-The files are dev/tour/selection.json and dev/tour/timeline.txt, and for speeds dev/bench/gpu/h200.md.
+The files are dev/tour/selection.json and dev/tour/timeline.txt, and for speeds and losses dev/bench/gpu/h200.md and
+dev/bench/evidence/results.
 """
 
 import html
@@ -197,6 +198,51 @@ def speed():
             f.add("circle", cx=f"{x:.1f}", cy=f"{y:.1f}", r=4, fill=color)
             f.text(x, y + (-10 if rate > others[t] else 20), f"{round(rate, -2):,}", "middle", size=12, color=color)
     f.legend(520, 22, [(color, name) for name, _, color in lines], 140)
+    f.write()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# EVIDENCE.
+
+SMALL_BLOCKS = "+cmp-block=4+cmp-stride=4+window=56"
+CURVES_8M = {
+    "NSA, Muon, QK-norm": f"nsa+optimizer=muon+init=narrow+smear{SMALL_BLOCKS}+qk-norm_lr0.008",
+    "full attention, Muon": "full+optimizer=muon+init=narrow+smear_lr0.008",
+    "NSA, Muon": f"nsa+optimizer=muon+init=narrow+smear{SMALL_BLOCKS}_lr0.008",
+    "NSA, AdamW": f"nsa+init=narrow+smear{SMALL_BLOCKS}_lr0.004",
+    "full attention, AdamW": "full+init=narrow+smear_lr0.004",
+}
+CURVES_42M = {
+    "windows and full attention, 3:1": "alternating+optimizer=muon+init=narrow+smear_lr0.004",
+    "full attention": "full+optimizer=muon+init=narrow+smear_lr0.004",
+    "window alone": "window+optimizer=muon+init=narrow+smear+window=768_lr0.004",
+    "NSA": f"nsa+optimizer=muon+init=narrow+smear{SMALL_BLOCKS}_lr0.004",
+    "NSA without the selected branch": f"window+compressed+optimizer=muon+init=narrow+smear{SMALL_BLOCKS}_lr0.004",
+}
+
+
+def curves(name, setting, tokens, losses, titles):
+    """Training loss over the bytes of training, the mean of seeds 2 and 3, and the held-out losses at the end."""
+    with open(os.path.join(HERE, "..", "bench", "evidence", "results", setting, "runs.jsonl")) as file:
+        runs = {run["name"]: run for run in map(json.loads, file)}
+    f = Figure(name, 800, 330, f"Training loss over {tokens // 1000000} million bytes")
+    left, top, bottom, right = 50, 40, 280, 520
+    low, high = losses[0], losses[-1]
+    x_of = lambda read: left + (right - left) * read / tokens
+    at = lambda read, loss: (x_of(read), bottom - (bottom - top) * (loss - low) / (high - low))
+    for loss in losses:
+        f.line(left, at(0, loss)[1], right, at(0, loss)[1], GREY, 0.5)
+        f.text(left - 8, at(0, loss)[1] + 4, f"{loss}", "end", size=12)
+    for read in range(0, tokens + 1, tokens // 4):
+        f.text(x_of(read), bottom + 20, f"{read / 1e6:.0f}", "middle", size=12)
+    f.text(10, 22, "training loss, nats per byte; behind each name the held-out loss at the end")
+    f.text((left + right) / 2, bottom + 44, "million bytes of training", "middle")
+    for i, ((title, run), color) in enumerate(zip(titles.items(), (CMP, SLC, WIN, RED, VIOLET))):
+        seeds = [runs[f"{run}_seed{seed}_tokens{tokens}"] for seed in (2, 3)]
+        points = [(one[0], (one[1] + other[1]) / 2) for one, other in zip(*(seed["curve"] for seed in seeds))]
+        f.path_of([at(read, loss) for read, loss in points if loss <= high], color, 2)
+        end = sum(seed["held_out_loss"] for seed in seeds) / 2
+        f.text(right + 14, top + 20 * (i + 1), f"{title}: {end:.3f}", size=12, color=color)
     f.write()
 
 
@@ -708,6 +754,8 @@ def main():
         draw(tour)
     for draw in (shuffle, lane_maps):
         draw(lanes)
+    curves("curves_8m", "learning", 8388608, (0.8, 1.2, 1.6, 2.0, 2.4), CURVES_8M)
+    curves("curves_42m", "long", 41943040, (0.6, 0.8, 1.0, 1.2, 1.4), CURVES_42M)
     for draw in (speed, strip_and_overlap, mask, ladder, timeline, parameter):
         draw()
 

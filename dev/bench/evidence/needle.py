@@ -1,37 +1,34 @@
 #!/usr/bin/env python3
 """Looking things up in a text of filler, near and far, in one step and in several.
 
-    needle.py make CACHE [--samples N] [--trials 34] [--lengths 256 512 1024 2048 4096]
-    needle.py test --cache CACHE --work FOLDER [--answers results/needle] [--program ./train_nsa] RUN...
-    needle.py show [--answers results/needle] ARM...
+    needle.py make --cache CACHE
+    needle.py test --cache CACHE --work WORK [--program ./train_nsa] ARM_lrRATE...
+    needle.py show
 
 A document is filler with facts in it, "QT." and "TL.", and questions, "?QT", "??QL": the number of question marks is
 the number of hops. A name stands right behind the one that it is asked by, so that with --smear looking up is all that
-there is to learn. `make` writes shards for run.py (--setting needle): samples of 1024 bytes
-which are one document, or two, four or eight shorter ones, with chains of one to three hops; a question stands
-anywhere behind its facts. And items for the test: one question at the end, its facts in one eighth of the text, three
-other chains of as many hops anywhere, and four answers to choose from, so that 25 % is guessing. Two and three hops
-are asked up to the trained length. `test` appends a line to the answers' runs.jsonl for each run in FOLDER and length,
-where none is; RUN may be an arm with its rate, as in a run's name up to _seed, and then is all its seeds. `show` adds
-up the seeds: % answered by length and eighth, and by hops.
+there is to learn. `make` writes shards for run.py --setting needle: samples of 1024 bytes which are one document, or
+two, four or eight shorter ones, with questions anywhere behind their facts. And items for the test: one question at the
+end, its facts in one eighth of the text, three other chains of as many hops anywhere, and four answers to choose from,
+so that 25 % is guessing. `test` appends a line to the results for each seed of a mean in WORK and each length. `show`
+adds up the seeds: % answered by length and eighth, and by hops.
 """
-import argparse
 import array
 import json
 import os
 import random
 import subprocess
-import sys
-import tempfile
 
-from corpus import tokenize, write_documents
-from run import HERE, Results, folders_of
-from table import table_of
+from corpus import tokenize
+from run import SEEDS, Results, folders_of, parse
+from table import print_table
 
 HOPS = 3
 CHOICES = 4
 EIGHTHS = 8
-TRAINED = 1024
+LENGTHS = [256, 512, 1024, 2048, 4096]
+TRAINED = 1024  # two and three hops are asked up to this length
+TRIALS = 34  # for each length and eighth, half as many of more hops
 # Bytes of the documents of a sample, each behind an end-of-text, and how many chains one has at most.
 SAMPLES = [([1023], 8), ([511] * 2, 8), ([255] * 4, 4), ([127] * 8, 4)]
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -56,13 +53,13 @@ def filler(size, generator):
     return (text * (size // len(text) + 1))[:size]
 
 
-def room_of(piece):
-    return len(piece) + 2
+def room_of(pieces):
+    return sum(len(piece) + 2 for piece in pieces)
 
 
 def join(pieces, length, generator):
     """The pieces in their order, filler between them, `length` bytes in all."""
-    spare = length - sum(room_of(piece) for piece in pieces)
+    spare = length - room_of(pieces)
     cuts = sorted(generator.randrange(spare + 1) for _ in pieces)
     text, at = "", 0
     for piece, cut in zip(pieces, cuts):
@@ -82,8 +79,8 @@ def training_document(length, most_chains, generator):
                 text = f"{'?' * (end - start)}{chain[start]}{chain[end]}"
                 questions += [(generator.uniform(max(at[start:end]), 1.2), text) for _ in range(2)]
     generator.shuffle(questions)
-    room = 0.9 * length - sum(room_of(text) for _, text in facts)
-    while sum(room_of(text) for _, text in questions) > room:
+    room = 0.9 * length - room_of(text for _, text in facts)
+    while room_of(text for _, text in questions) > room:
         questions.pop()
     return join([text for _, text in sorted(facts + questions)], length, generator)
 
@@ -96,7 +93,7 @@ def item(length, eighth, hops, generator):
     parts = [[] for _ in range(EIGHTHS)]
     parts[eighth] = facts_of(asked)
     for fact in [fact for chain in others for fact in facts_of(chain)]:
-        fits = [part for part in parts if sum(map(room_of, part + [fact])) <= body // EIGHTHS]
+        fits = [part for part in parts if room_of(part + [fact]) <= body // EIGHTHS]
         generator.choice(fits).append(fact)
     text = ""
     for i, part in enumerate(parts):
@@ -124,122 +121,69 @@ def write_choices(path, items):
 
 
 def make(a):
-    os.makedirs(a.cache, exist_ok=True)
     for split, count, seed in (("train", a.samples, 1), ("held_out", 64, 2)):
         generator = random.Random(seed)
         documents = []
         for lengths, most_chains in (generator.choice(SAMPLES) for _ in range(count)):
             documents += [training_document(length, most_chains, generator) for length in lengths]
-        write_documents(f"{a.cache}/{split}.jsonl", [(str(i), text) for i, text in enumerate(documents + [" "])])
-        tokenize(a.program, f"{a.cache}/{split}.jsonl", f"{a.cache}/{split}/needle",
-                 ["--val-fraction", "0" if split == "train" else "1"])
+        names_and_texts = [(str(i), text) for i, text in enumerate(documents + [" "])]
+        tokenize(a.program, names_and_texts, f"{a.cache}/{split}/needle", int(split == "held_out"))
     generator = random.Random(3)
-    for length in a.lengths:
-        items = []
-        for eighth in range(EIGHTHS):
-            for hops in range(1, HOPS + 1 if length <= TRAINED else 2):
-                trials = a.trials if hops == 1 else a.trials // 2
-                items += [item(length, eighth, hops, generator) for _ in range(trials)]
+    for length in LENGTHS:
+        items = [item(length, eighth, hops, generator) for eighth in range(EIGHTHS)
+                 for hops in range(1, HOPS + 1 if length <= TRAINED else 2)
+                 for _ in range(TRIALS if hops == 1 else TRIALS // 2)]
         write_choices(f"{a.cache}/items_{length}.bin", items)  # the .jsonl says which cell each belongs to
         with open(f"{a.cache}/items_{length}.jsonl", "w") as file:
             file.writelines(json.dumps(one) + "\n" for one in items)
 
 
-def count_answers(a, folder, path, length):
-    """(length, eighth, hops) -> [answered, asked]."""
-    cells = {}
-    with tempfile.TemporaryDirectory() as temporary:
-        out = f"{temporary}/choices"
-        command = [a.program, "eval", "--from", folder, "--hellaswag", path + ".bin", "--json", out, "--seq-len",
-                   str(length + 8), "--threads", "1", "--device", "cpu", "--cpu-dtype", "bf16", "--batch", "1"]
-        subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
-        with open(path + ".jsonl") as items, open(out) as found:
-            for one, answer in zip(map(json.loads, items), map(json.loads, found)):
+def test(a):
+    """Each cell is [length, eighth, hops, answered, asked]."""
+    results = Results(a.results)
+    for folder, length in [(folder, length) for folder in folders_of(a.arms, a.work) for length in LENGTHS]:
+        run, items, answers = os.path.basename(folder), f"{a.cache}/items_{length}", f"{folder}_{length}.json"
+        if os.path.exists(answers):
+            continue
+        subprocess.run([a.program, "eval", "--from", folder, "--hellaswag", items + ".bin", "--json", answers,
+                        "--seq-len", str(length + 8), "--threads", "1", "--device", "cpu", "--cpu-dtype", "bf16",
+                        "--batch", "1"], stdout=subprocess.DEVNULL, check=True)
+        cells = {}
+        with open(items + ".jsonl") as asked, open(answers) as found:
+            for one, answer in zip(map(json.loads, asked), map(json.loads, found)):
                 cell = cells.setdefault((length, one["eighth"], one["hops"]), [0, 0])
                 cell[0] += answer["by_loss"] == one["label"]
                 cell[1] += 1
-    return cells
-
-
-def test(a):
-    lengths = sorted(int(name[6:-4]) for name in os.listdir(a.cache) if name.endswith(".bin"))
-    if not lengths:
-        sys.exit(f"needle.py: {a.cache} has no items_*.jsonl: run needle.py make {a.cache}")
-    answers = Results(a.answers)
-    folders = [folder for run in a.runs for folder in folders_of(run, a.work)]
-    for length, folder in [(length, folder) for length in lengths for folder in folders]:
-        name = os.path.basename(folder)
-        if f"{name}_{length}" in answers.all():
-            continue
-        cells = count_answers(a, folder, f"{a.cache}/items_{length}", length)
-        answers.add({"name": f"{name}_{length}", "run": name,
-                     "cells": [[*key, *cell] for key, cell in cells.items()]})
-        print(f"{name}, {length} bytes: {percent(cells.items())} % answered", flush=True)
+        results.add({"name": f"{run}_{length}", "run": run, "cells": [[*key, *cell] for key, cell in cells.items()]})
 
 
 def percent(cells):
-    """Of (key, [answered, asked]); - of none."""
-    cells = list(cells)
-    asked = sum(cell[1] for _, cell in cells)
-    return f"{100 * sum(cell[0] for _, cell in cells) / asked:.0f}" if asked else "-"
-
-
-def load(answers, arm):
-    """(the cells of each run, those of all together)."""
-    of_run = {}
-    for found in Results(answers).beginning(arm):
-        if "cells" not in found:
-            continue
-        of_run.setdefault(found["run"], {}).update({tuple(cell[:3]): cell[3:] for cell in found["cells"]})
-    if not of_run:
-        sys.exit(f"needle.py: {answers} has no {arm}: run needle.py test")
-    least = min(len(run) for run in of_run.values())  # the lengths that all runs have
-    runs = [{key: run[key] for key in sorted(run)[:least]} for run in of_run.values()]
-    return runs, {key: [sum(run[key][i] for run in runs) for i in range(2)] for key in runs[0]}
-
-
-def print_tables(name, runs, cells):
-    asked = max(cell[1] for cell in cells.values())
-    rows = []
-    for length in sorted({key[0] for key in cells}):
-        of_length = {key: cell for key, cell in cells.items() if key[0] == length}
-        row = [percent((k, v) for k, v in of_length.items() if k[1:] == (i, 1)) for i in range(EIGHTHS)]
-        for hops in range(1, HOPS + 1):
-            row.append(percent((k, v) for k, v in of_length.items() if k[2] == hops))
-            seeds = [percent((k, v) for k, v in run.items() if k[0] == length and k[2] == hops) for run in runs]
-            if len(runs) > 1 and row[-1] != "-":
-                row[-1] += f" ({min(seeds, key=int)} to {max(seeds, key=int)})"
-        rows.append([str(length), *row])
-    head = ["length", *(f"{i + 1}/8" for i in range(EIGHTHS)), "1 hop", "2 hops", "3 hops"]
-    print(f"\n`{name}`, {len(runs)} seeds, up to {asked} trials a cell, % answered\n\n{table_of(head, rows)}")
+    answered, asked = (sum(cell[i] for cell in cells) for i in (3, 4))
+    return f"{100 * answered / asked:.0f}" if asked else "-"
 
 
 def show(a):
-    for arm in a.runs:
-        print_tables(arm, *load(a.answers, arm))
-
-
-def main():
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    verbs = arguments.add_subparsers(required=True)
-    of_make, of_test, of_show = verbs.add_parser("make"), verbs.add_parser("test"), verbs.add_parser("show")
-    of_make.add_argument("cache")
-    of_make.add_argument("--samples", type=int, default=8192)
-    of_make.add_argument("--trials", type=int, default=34, help="for each length and eighth; three seeds have 102")
-    of_make.add_argument("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096])
-    of_make.set_defaults(do=make)
-    of_test.add_argument("--cache", required=True)
-    of_test.add_argument("--work", required=True)
-    of_test.set_defaults(do=test)
-    of_show.set_defaults(do=show)
-    for verb in (of_make, of_test):
-        verb.add_argument("--program", default="./train_nsa")
-    for verb in (of_test, of_show):
-        verb.add_argument("runs", nargs="+")
-        verb.add_argument("--answers", default=f"{HERE}/results/needle")
-    a = arguments.parse_args()
-    a.do(a)
+    of_arms = {}  # ARM_lrRATE -> seed -> cells
+    for line in Results(a.results).lines.values():
+        arm, _, seed = line.get("run", "").partition("_seed")
+        if seed and int(seed[0]) in SEEDS:
+            of_arms.setdefault(arm, {}).setdefault(seed, []).extend(line["cells"])
+    head = ["length", *(f"{i + 1}/8" for i in range(EIGHTHS)), "1 hop", "2 hops", "3 hops"]
+    for arm, seeds in of_arms.items():
+        together, rows = sum(seeds.values(), []), []
+        for length in sorted({cell[0] for cell in together}):
+            row = [percent([c for c in together if c[:3] == [length, eighth, 1]]) for eighth in range(EIGHTHS)]
+            for hops in range(1, HOPS + 1):
+                all_of_them, *each = [percent([c for c in cells if c[0] == length and c[2] == hops])
+                                      for cells in [together, *seeds.values()]]
+                row.append(f"{all_of_them} ({', '.join(each)})" if all_of_them != "-" else "-")
+            rows.append([str(length), *row])
+        print(f"`{arm}`, seeds {SEEDS[0]}, {SEEDS[1]}, % answered\n")
+        print_table(head, rows)
 
 
 if __name__ == "__main__":
-    main()
+    options = parse(__doc__, ["words"], cache="", work="", setting="needle", results="", program="./train_nsa",
+                    samples=8192)
+    verb, *options.arms = options.words
+    {"make": make, "test": test, "show": show}[verb](options)

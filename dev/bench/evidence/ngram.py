@@ -3,17 +3,16 @@
 
     ngram.py --cache CACHE [--setting small] [--tokens 1048576] [--longest 7]
 
-Prints the held-out loss, nats per token, for n = 1 .. 7 tokens (0 .. 6 of context), and appends it to runs.jsonl. The
-tokens are those that a run of so many reads, its end-of-text among them; without --tokens all of the corpus. One order
-is counted at a time, and only behind contexts that the held-out text has: 32 million of GPT-2's take 10 GB for n = 4.
+Appends the held-out loss, nats per token, for n = 1 .. 7 tokens (0 .. 6 of context) to runs.jsonl. The tokens are those
+that a run of so many reads, its end-of-text among them; without --tokens that of the setting. One order is counted at a
+time, and only behind contexts that the held-out text has: 32 million of GPT-2's take 10 GB for n = 4.
 """
 import glob
 import json
 import math
 from collections import Counter
 
-from arms import VOCABULARY
-from run import Results, arguments_of, parse, read_setting, some_shards
+from run import VOCABULARY, Results, parse, read_setting, some_shards
 
 HEADER = 1024
 WIDTH = 2  # bytes of a token
@@ -38,7 +37,6 @@ def losses(train, held_out, samples_of, longest, vocabulary):
     samples = [text[i * samples_of * WIDTH:((i + 1) * samples_of + 1) * WIDTH] for text in held_out
                for i in range((len(text) // WIDTH - 1) // samples_of)]
     p = [[1 / vocabulary] * samples_of for _ in samples]
-    found = []
     for n in range(1, longest + 1):
         asked = [list(grams_of(sample, n)) for sample in samples]  # the last ones end with the targets
         wanted = {context for grams in asked for _, context in grams}
@@ -51,27 +49,20 @@ def losses(train, held_out, samples_of, longest, vocabulary):
         for grams, of_sample in zip(asked, p):
             for i, (gram, context) in enumerate(grams[-samples_of:], max(0, n - 2)):
                 if seen[context]:
-                    of_sample[i] = (counts[gram] + distinct[context] * of_sample[i]) / (seen[context]
-                                                                                        + distinct[context])
-        found.append(-sum(math.log(one) for of_sample in p for one in of_sample) / len(p) / samples_of)
-    return found
+                    more = distinct[context]
+                    of_sample[i] = (counts[gram] + more * of_sample[i]) / (seen[context] + more)
+        yield -sum(math.log(one) for of_sample in p for one in of_sample) / len(p) / samples_of
 
 
 def main():
-    arguments = arguments_of(__doc__, ["cache"])
-    arguments.add_argument("--tokens", type=int, default=0)
-    arguments.add_argument("--longest", type=int, default=7)
-    a = parse(arguments)
+    a = parse(__doc__, cache=None, setting="small", results="", tokens=0, longest=7)
     setting = read_setting(a.setting)
-    pattern = some_shards(a.cache, setting, a.tokens) if a.tokens else f"{a.cache}/{setting['train']}"
-    train = b"".join(shards_of(pattern))
-    found = losses(train, list(shards_of(f"{a.cache}/{setting['held_out']}")), setting["model"]["seq-len"], a.longest,
-                   VOCABULARY[setting["model"]["tokenizer"]])
-    result = {"name": f"ngram_tokens{a.tokens or 'all'}", "tokens": len(train) // WIDTH,
-              "seq_len": setting["model"]["seq-len"],
-              "loss_by_order": {str(n): round(loss, 4) for n, loss in enumerate(found, 1)}}
-    Results(a.results).add(result)
-    print(json.dumps(result))
+    tokens, T = a.tokens or setting["tokens"], setting["model"]["seq-len"]
+    train = b"".join(shards_of(some_shards(a.cache, setting, tokens)))
+    held_out = list(shards_of(f"{a.cache}/{setting['held_out']}"))
+    found = enumerate(losses(train, held_out, T, a.longest, VOCABULARY[setting["model"]["tokenizer"]]), 1)
+    Results(a.results).add({"name": f"ngram_tokens{tokens}", "tokens": len(train) // WIDTH, "seq_len": T,
+                            "loss_by_order": {str(n): round(loss, 4) for n, loss in found}})
 
 
 if __name__ == "__main__":

@@ -142,16 +142,13 @@ PROGRAM_TEST(run_scripts_of_the_evidence) {
         "training": {"batch": 1, "total-batch": 128, "warmup": 1}, "machine": {"threads": 1, "device": "cpu"},
         "tokens": 1024, "train": "*_train_*.bin", "held_out": "*_val_*.bin",
         "held_out_documents": {"sweep": 1, "whole": 1},
-        "plan": ["sweep nsa 1e-3 2e-3", "run nsa 0.01 1 1024", "run full 0.01 5 256",
-         "run nsa_lr0.01_tokens1024 0.01 1 0"]})");
+        "plan": ["sweep nsa 1e-3 2e-3", "run nsa 0.01 1 1024", "run full 0.01 5,6 256"]})");
     const Words of_setting = {"--setting", setting, "--results", results, "--cache", shards};
     const Words comparison = joined({"run.py", "--work", work, "--program", path()}, of_setting);
     const std::vector<Words> commands = {
         comparison,
         joined({"ngram.py"}, of_setting),
-        {"corpus.py", folder.file("cache"), "--text", text, "--program", path()},
-        {"needle.py", "make", folder.file("needle"), "--program", path(), "--samples", "20", "--trials", "3",
-         "--lengths", "256"},
+        {"needle.py", "make", "--cache", folder.file("needle"), "--program", path(), "--samples", "20"},
     };
     const Start start{{"PYTHONDONTWRITEBYTECODE=1"}};
     for (Words words : commands) {
@@ -174,7 +171,7 @@ PROGRAM_TEST_LONG(run_rehearsal_of_125m) {
                               "--dry-run", "--out", folder.file("out"), "--program", path(), "--seconds", "900"},
                              start);
     REQUIRE_GOOD(r);
-    for (const char* name : {"main", "eval", "sample", "report", "export", "resume", "floor", "parity"})
+    for (const char* name : {"main", "eval", "sample", "report", "floor", "parity", "arms"})
         CHECK(holds(r.out, std::string(name) + ": done after"));
 }
 
