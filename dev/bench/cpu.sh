@@ -85,7 +85,7 @@ for round in $(seq "$rounds"); do
     echo "# round $round"
     for dtype in $dtypes; do
         contend "$bench" rate ours-$dtype 3 --cpu-dtype $dtype
-        [ -z "$has_torch" ] || for model in nsa gpt2; do
+        [ -z "$has_torch" ] || for model in nsa dense; do
             contend "$python" "$here/torch_cpu.py" $model --dtype $dtype
             contend "$python" "$here/torch_cpu.py" $model --dtype $dtype --compile ||
                 echo "# torch.compile cannot run it here"
@@ -111,7 +111,7 @@ small() {  # NAME, options of ours alone, and those that both take
     echo; echo "== $*: tokens/s of whole training steps, fp32; the contenders take turns"
     for round in $(seq "$rounds"); do
         contend "$bench" rate ours-fp32 10 "$@" $ours_too
-        [ -z "$has_torch" ] || for model in nsa gpt2; do
+        [ -z "$has_torch" ] || for model in nsa dense; do
             contend "$python" "$here/torch_cpu.py" $model --steps 10 "$@"
         done
     done

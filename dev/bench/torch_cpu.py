@@ -3,7 +3,7 @@
 
     torch_cpu.py nsa [OPTION...]          training steps of our model as one would write it without custom kernels:
                                           dense attention under masks, in chunks of queries
-    torch_cpu.py gpt2 [OPTION...]         training steps of a dense GPT-2, with PyTorch's fused attention
+    torch_cpu.py dense [OPTION...]        training steps of torch_step.py's dense model, with PyTorch's fused attention
     torch_cpu.py sdpa --seq-len T         that attention alone at the shape of a layer of 125m: 12 heads of 64, with 12
                                           heads of keys and values, as GPT-2 has, and with our 2
 
@@ -26,6 +26,7 @@ with needs("PyTorch"):
     import torch
     import torch.nn as nn
     import torch.nn.functional as F
+    from torch_step import Model, make_adamw, make_dense, rotate, rotation_of, train_step
 
 # As lib/run/options.h has them. block, stride: of compression; select, count: selection blocks; phi: its hidden width.
 Sizes = collections.namedtuple("Sizes", "layers dim heads groups hidden vocab block stride select count window phi")
@@ -53,19 +54,13 @@ class Compress(nn.Module):
         return blocks.mean(3) + self.fc2(F.silu(self.fc1(blocks.flatten(3))))
 
 
-def rotate(x, cos, sin):
-    a, b = x.chunk(2, -1)
-    return torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
-
-
 class Masks:
     """Everything that depends only on the length."""
 
     def __init__(self, T, s):
         D = s.dim // s.heads
         t, blocks, selectable = torch.arange(T), (T - s.block) // s.stride + 1, (T + s.select - 1) // s.select
-        angle = t[:, None] * 10000.0 ** (-torch.arange(0, D, 2) / D)
-        self.cos, self.sin = angle.cos(), angle.sin()
+        self.cos, self.sin = rotation_of(T, D, "cpu")
         start = torch.arange(blocks) * s.stride
         self.compressed = start + s.block - 1 <= t[:, None]  # visible
         begin = torch.arange(selectable) * s.select
@@ -83,7 +78,7 @@ class Attention(nn.Module):
         super().__init__()
         self.s, self.D, self.heads = s, s.dim // s.heads, s.heads // s.groups  # of a group
         self.widths = [s.dim, 6 * s.groups * self.D, 3 * s.heads]
-        self.project, self.out = nn.Linear(s.dim, sum(self.widths), bias=False), nn.Linear(s.dim, s.dim, bias=False)
+        self.project, self.o = nn.Linear(s.dim, sum(self.widths), bias=False), nn.Linear(s.dim, s.dim, bias=False)
         self.phi_k, self.phi_v = Compress(s), Compress(s)
 
     def forward(self, x, m):
@@ -119,63 +114,7 @@ class Attention(nn.Module):
         gate = gate.sigmoid().view(B, T, H, 3).transpose(1, 2)
         branches = compressed, torch.cat(selected, 2), torch.cat(window, 2)
         y = sum(gate[..., i:i + 1] * branch for i, branch in enumerate(branches))
-        return self.out(y.transpose(1, 2).reshape(B, T, C))
-
-
-class NsaBlock(nn.Module):
-    def __init__(self, s):
-        super().__init__()
-        self.norm1, self.norm2 = nn.RMSNorm(s.dim, eps=1e-6), nn.RMSNorm(s.dim, eps=1e-6)
-        self.attention = Attention(s)
-        self.fc1, self.fc2 = nn.Linear(s.dim, s.hidden, bias=False), nn.Linear(s.hidden, s.dim, bias=False)
-
-    def forward(self, x, masks):
-        x = x + self.attention(self.norm1(x), masks)
-        return x + self.fc2(F.silu(self.fc1(self.norm2(x))))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# GPT-2.
-
-class DenseBlock(nn.Module):
-    def __init__(self, s):
-        super().__init__()
-        self.s = s
-        self.norm1, self.norm2 = nn.LayerNorm(s.dim), nn.LayerNorm(s.dim)
-        self.qkv, self.proj = nn.Linear(s.dim, 3 * s.dim), nn.Linear(s.dim, s.dim)
-        self.fc1, self.fc2 = nn.Linear(s.dim, s.hidden), nn.Linear(s.hidden, s.dim)
-
-    def forward(self, x, _):
-        B, T, C = x.shape
-        parts = self.qkv(self.norm1(x)).split(C, 2)
-        q, k, v = (y.view(B, T, self.s.heads, C // self.s.heads).transpose(1, 2) for y in parts)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.proj(y.transpose(1, 2).reshape(B, T, C))
-        return x + self.fc2(F.gelu(self.fc1(self.norm2(x)), approximate="tanh"))
-
-
-class Model(nn.Module):
-    """Of either kind: blocks between an embedding and the head that is tied to it."""
-
-    def __init__(self, kind, s, seq_len):
-        super().__init__()
-        self.embed = nn.Embedding(s.vocab, s.dim)
-        self.position = nn.Embedding(seq_len, s.dim) if kind == "gpt2" else None
-        self.masks = Masks(seq_len, s) if kind == "nsa" else None
-        self.blocks = nn.ModuleList((NsaBlock if kind == "nsa" else DenseBlock)(s) for _ in range(s.layers))
-        self.norm = nn.RMSNorm(s.dim, eps=1e-6) if kind == "nsa" else nn.LayerNorm(s.dim)
-        for p in self.parameters():
-            if p.dim() > 1:
-                nn.init.normal_(p, 0, 0.02)
-
-    def forward(self, tokens, targets):
-        x = self.embed(tokens)
-        if self.position is not None:
-            x = x + self.position.weight
-        for block in self.blocks:
-            x = block(x, self.masks)
-        logits = F.linear(self.norm(x), self.embed.weight)
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.reshape(-1))
+        return self.o(y.transpose(1, 2).reshape(B, T, C))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -197,23 +136,22 @@ def time_steps(a):
     torch.set_num_threads(a.threads)
     given = {name: getattr(a, name) for name in ("layers", "dim", "heads") if getattr(a, name)}
     sizes = SIZES[a.model]._replace(**given, **({"hidden": 4 * a.dim} if a.dim else {}))
-    model = Model(a.what, sizes, a.seq_len)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    if a.what == "nsa":
+        model = Model(sizes.vocab, sizes.layers, sizes.dim, sizes.hidden, lambda: Attention(sizes))
+        context = [Masks(a.seq_len, sizes)]
+    else:
+        model = make_dense(sizes.vocab, sizes.layers, sizes.dim, sizes.hidden, sizes.heads)
+        context = rotation_of(a.seq_len, sizes.dim // sizes.heads, "cpu")
+    optimiser = make_adamw(model)
     autocast = torch.autocast("cpu", dtype=torch.bfloat16) if a.dtype == "bf16" else contextlib.nullcontext()
-    name = f"torch-{'nsa' if a.what == 'nsa' else 'dense'}{'-compiled' if a.compile else ''}-{a.dtype}"
-    if a.compile:
-        model = torch.compile(model)
+    name = f"torch-{a.what}{'-compiled' if a.compile else ''}-{a.dtype}"
+    forward = torch.compile(model) if a.compile else model
     for step in range(2 + a.steps):
         if step == 2:
             begun, busy, own = time.perf_counter(), busy_seconds(), own_seconds()
         tokens = torch.randint(sizes.vocab, (a.batch, a.seq_len + 1))
         start = time.perf_counter()
-        with autocast:
-            loss = model(tokens[:, :-1], tokens[:, 1:])
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
-        optimiser.zero_grad(set_to_none=True)
+        loss = train_step(forward, model, optimiser, tokens, context, autocast)
         if step >= 2:
             print(f"rate {name} {a.batch * a.seq_len / (time.perf_counter() - start):.1f}", flush=True)
     cores = len(os.sched_getaffinity(0))
@@ -246,7 +184,7 @@ def time_attention(a):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_subparsers(dest="what", required=True)
-    for name in ("nsa", "gpt2", "sdpa"):
+    for name in ("nsa", "dense", "sdpa"):
         one = what.add_parser(name)
         one.add_argument("--seq-len", type=int, default=2048)
         one.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="bf16: autocast")

@@ -57,46 +57,76 @@ def time_limit(seconds):
         signal.signal(signal.SIGALRM, earlier)
 
 
-class Block(nn.Module):
+def rotate(x, cosine, sine):
+    low, high = x.chunk(2, dim=-1)
+    return torch.cat((low * cosine - high * sine, low * sine + high * cosine), dim=-1)
+
+
+class FullAttention(nn.Module):
     def __init__(self, width, heads):
         super().__init__()
         self.heads = heads
-        self.attn_norm, self.mlp_norm = nn.RMSNorm(width, eps=1e-6), nn.RMSNorm(width, eps=1e-6)
         self.qkv, self.o = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
-        self.fc1, self.fc2 = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x, cosine, sine):
         B, T, C = x.shape
-        q, k, v = self.qkv(self.attn_norm(x)).view(B, T, 3, self.heads, C // self.heads).permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(x).view(B, T, 3, self.heads, C // self.heads).permute(2, 0, 3, 1, 4)
+        q, k = rotate(q, cosine, sine).to(v.dtype), rotate(k, cosine, sine).to(v.dtype)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o(y.transpose(1, 2).reshape(B, T, C))
 
-        def rotate(y):
-            low, high = y.chunk(2, dim=-1)
-            return torch.cat((low * cosine - high * sine, low * sine + high * cosine), dim=-1).to(v.dtype)
 
-        y = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
-        x = x + self.o(y.transpose(1, 2).reshape(B, T, C))
+class Block(nn.Module):
+    def __init__(self, width, hidden, attention):
+        super().__init__()
+        self.attn_norm, self.mlp_norm = nn.RMSNorm(width, eps=1e-6), nn.RMSNorm(width, eps=1e-6)
+        self.attn = attention
+        self.fc1, self.fc2 = nn.Linear(width, hidden, bias=False), nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x, *context):
+        x = x + self.attn(self.attn_norm(x), *context)
         return x + self.fc2(F.silu(self.fc1(self.mlp_norm(x))))
 
 
-class Dense(nn.Module):
-    def __init__(self, vocabulary, layers, width, heads):
+class Model(nn.Module):
+    """A decoder with the attention that `make_attention` makes for each layer, which gets the context of forward()."""
+
+    def __init__(self, vocabulary, layers, width, hidden, make_attention):
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, hidden, make_attention()) for _ in range(layers))
         self.norm = nn.RMSNorm(width, eps=1e-6)
         for name, p in self.named_parameters():
             if p.dim() == 2:
-                nn.init.normal_(
-                    p, std=0.02 / math.sqrt(2 * layers) if name.endswith(("o.weight", "fc2.weight")) else 0.02
-                )
+                narrow = name.endswith(("o.weight", "fc2.weight"))
+                nn.init.normal_(p, std=0.02 / math.sqrt(2 * layers) if narrow else 0.02)
 
-    def forward(self, tokens, targets, cosine, sine):
-        # without it autocast leaves the residual stream in fp32, twice the bytes
-        x = self.embed(tokens).to(torch.bfloat16)
+    def forward(self, tokens, targets, *context):
+        x = self.embed(tokens)
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.bfloat16)  # else autocast leaves the residual stream in fp32, twice the bytes
         for block in self.blocks:
-            x = block(x, cosine, sine)
+            x = block(x, *context)
         logits = self.norm(x) @ self.embed.weight.t()
         return F.cross_entropy(logits.float().flatten(0, 1), targets.reshape(-1))
+
+
+def make_dense(vocabulary, layers, width, hidden, heads):
+    return Model(vocabulary, layers, width, hidden, lambda: FullAttention(width, heads))
+
+
+def make_adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+
+
+def train_step(forward, model, optimizer, tokens, context, autocast):
+    with autocast:
+        loss = forward(tokens[:, :-1], tokens[:, 1:], *context)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss
 
 
 def attention_operations(step):
@@ -123,13 +153,8 @@ def time_backend(name, model, optimizer, rotation, args):
 
     def step(i=0):
         nonlocal loss
-        tokens = batches[i % len(batches)]
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            loss = compiled(tokens[:, :-1], tokens[:, 1:], *rotation)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        loss = train_step(compiled, model, optimizer, batches[i % len(batches)], rotation,
+                          torch.autocast("cuda", dtype=torch.bfloat16))
 
     with sdpa_kernel(BACKENDS[name]):
         for i in range(args.warmup):
@@ -182,11 +207,11 @@ def main():
     say(f"PyTorch {torch.__version__}, {torch.cuda.get_device_name()}")
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
-    model = Dense(args.vocabulary, args.layers, args.width, args.heads).cuda()
+    model = make_dense(args.vocabulary, args.layers, args.width, 4 * args.width, args.heads).cuda()
     matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2)
     D, T = args.width // args.heads, args.seq_len
     rotation = rotation_of(T, D, "cuda")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = make_adamw(model)
     rates, loss, longest = {}, math.nan, 0.0
     for name in args.backends.split(","):
         begin = time.perf_counter()

@@ -17,7 +17,7 @@ import re
 import sys
 import time
 
-from torch_step import Dense, rotation_of, torch  # it says what is missing
+from torch_step import make_dense, rotation_of, torch  # it says what is missing
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:0] = [f"{HERE}/..", f"{HERE}/evidence"]
@@ -82,8 +82,8 @@ def load_weights(model, folder):
     for i in range(len(model.blocks)):
         here, there = f"layers.{i}.", f"blocks.{i}."
         parts = [tensors[f"{here}attn.{name}_proj.weight"] for name in ("q", "k_win", "v_win")]
-        state[there + "qkv.weight"] = torch.cat(parts)
-        state[there + "o.weight"] = tensors[here + "attn.o_proj.weight"]
+        state[there + "attn.qkv.weight"] = torch.cat(parts)
+        state[there + "attn.o.weight"] = tensors[here + "attn.o_proj.weight"]
         for name in ("attn_norm", "mlp_norm"):
             state[f"{there}{name}.weight"] = tensors[f"{here}{name}.weight"]
         for name in ("fc1", "fc2"):
@@ -111,7 +111,7 @@ def main():
     torch.manual_seed(o["seed"])
     torch.set_float32_matmul_precision("high")
     torch.set_num_threads(1)  # of the CPU: tiny models, beside other work
-    model = Dense(VOCABULARY[o["tokenizer"]], o["layers"], o["dim"], o["heads"])
+    model = make_dense(VOCABULARY[o["tokenizer"]], o["layers"], o["dim"], o["mlp_hidden"], o["heads"])
     load_weights(model, a.first)
     model = model.to(device)
     T = o["seq_len"]
