@@ -1,11 +1,10 @@
 #!/usr/bin/env python3
 """Times PyTorch's scaled_dot_product_attention, causal, forward and backward, in bf16, with its flash and its cuDNN
-backend: the dense baseline for test_device --perf-attention. It uses the same shapes (12 heads of 64, a constant number of
-tokens) and the same method: medians of CUDA-event timings after warm-up, three sets of inputs in turn. FLOPs are
-counted as there: 4 D for each pair of query and key forward, 8 D backward. It runs once with as many heads of keys and
-values as we have groups (2, enable_gqa: our shape) and once with as many as there are queries (12, as in GPT-2). It
-reports and leaves out what a backend cannot do. The exit status is 0 if at least one backend ran for each length,
-forward and backward, otherwise 1.
+backend: the dense baseline for test_device --perf-attention, with its shapes (12 heads of 64, --tokens in all) and its
+method: medians of CUDA-event timings after warm-up, three sets of inputs in turn. FLOPs are counted as there: 4 D for
+each pair of query and key forward, 8 D backward. It runs once with as many heads of keys and values as we have groups
+(2, enable_gqa: our shape) and once with as many as there are queries (12, as in GPT-2). It reports and leaves out what
+a backend cannot do. The exit status is 0 if at least one backend ran for each length, otherwise 1.
 """
 
 import argparse
@@ -19,6 +18,9 @@ with needs("PyTorch"):
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
 
+LENGTHS = [2048, 4096, 8192, 16384, 32768, 65536]
+HEADS, HEAD_DIM, KV_HEADS = 12, 64, (2, 12)  # ours, and as many as queries
+REPETITIONS = 15
 BACKENDS = (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION))
 
 
@@ -26,11 +28,11 @@ def first_line(error):
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
-def median_us(operation, sets, repetitions):
+def median_us(operation, sets):
     for x in sets:
         operation(x)
     marks = []
-    for i in range(repetitions):
+    for i in range(REPETITIONS):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         operation(sets[i % len(sets)])
@@ -40,20 +42,20 @@ def median_us(operation, sets, repetitions):
     return statistics.median(1e3 * begin.elapsed_time(end) for begin, end in marks)
 
 
-def make_sets(B, T, kv_heads, args):
+def make_sets(B, T, kv_heads):
     """Three times q, dout [B, heads, T, D] and k, v [B, kv_heads, T, D]."""
     sets = []
     for seed in range(3):
         generator = torch.Generator(device="cuda").manual_seed(seed)
-        x = {name: torch.randn(B, heads, T, args.head_dim, device="cuda", dtype=torch.bfloat16, generator=generator)
-             for name, heads in (("q", args.heads), ("k", kv_heads), ("v", kv_heads), ("dout", args.heads))}
+        x = {name: torch.randn(B, heads, T, HEAD_DIM, device="cuda", dtype=torch.bfloat16, generator=generator)
+             for name, heads in (("q", HEADS), ("k", kv_heads), ("v", kv_heads), ("dout", HEADS))}
         for name in "qkv":
             x[name].requires_grad_()
         sets.append(x)
     return sets
 
 
-def time_backend(backend, sets, grouped, repetitions):
+def time_backend(backend, sets, grouped):
     """Microseconds forward and backward."""
 
     def forward(x):
@@ -64,7 +66,7 @@ def time_backend(backend, sets, grouped, repetitions):
 
     try:
         with sdpa_kernel(backend):
-            return median_us(forward, sets, repetitions), median_us(backward, sets, repetitions)
+            return median_us(forward, sets), median_us(backward, sets)
     finally:
         for x in sets:
             x.pop("out", None)
@@ -73,13 +75,6 @@ def time_backend(backend, sets, grouped, repetitions):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=65536, help="sequences times their length")
-    parser.add_argument("--lengths", default="2048,4096,8192,16384,32768,65536")
-    parser.add_argument("--heads", type=int, default=12)
-    parser.add_argument(
-        "--kv-heads", type=int, default=2, help="of the first of the two rows; the second has as many as queries"
-    )
-    parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--repetitions", type=int, default=15)
     args = parser.parse_args()
     print(
         f"PyTorch {torch.__version__}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()},"
@@ -91,27 +86,27 @@ def main():
         flush=True,
     )
     missing = []
-    for T in (int(word) for word in args.lengths.split(",")):
+    for T in LENGTHS:
         B = args.tokens // T
-        pairs = B * args.heads * T * (T + 1) / 2
+        pairs = B * HEADS * T * (T + 1) / 2
         ran = False
-        for kv_heads in dict.fromkeys((args.kv_heads, args.heads)):  # one row if they are the same
-            shape = f"{T:7d} {B:4d} {args.heads:6d} {kv_heads:4d}"
+        for kv_heads in KV_HEADS:
+            shape = f"{T:7d} {B:4d} {HEADS:6d} {kv_heads:4d}"
             times = {}
             try:
-                sets = make_sets(B, T, kv_heads, args)
+                sets = make_sets(B, T, kv_heads)
             except Exception as error:  # no memory for the inputs
                 print(f"{shape} {'all':<8} not timed: {first_line(error)}", flush=True)
                 torch.cuda.empty_cache()
                 continue
             for name, backend in BACKENDS:
                 try:
-                    times[name] = time_backend(backend, sets, kv_heads != args.heads, args.repetitions)
+                    times[name] = time_backend(backend, sets, kv_heads != HEADS)
                 except Exception as error:
                     # This PyTorch, GPU or shape lacks the backend, or memory ran out: continue with the others.
                     print(f"{shape} {name:<8} not available: {first_line(error)}", flush=True)
                     continue
-                rates = [flops * args.head_dim * pairs / us * 1e-6 for flops, us in zip((4, 8), times[name])]
+                rates = [flops * HEAD_DIM * pairs / us * 1e-6 for flops, us in zip((4, 8), times[name])]
                 print(
                     f"{shape} {name:<8} {times[name][0]:11.1f} {rates[0]:9.2f} {times[name][1]:11.1f} {rates[1]:9.2f}",
                     flush=True,
@@ -125,9 +120,9 @@ def main():
                 fastest = min(times, key=lambda name: times[name][index])
                 others = "".join(f"; {name} {us[index]:.1f} us" for name, us in times.items() if name != fastest)
                 print(
-                    f"result: PyTorch attention, {args.heads} heads, {kv_heads} of keys and values, {B} x {T}:"
+                    f"result: PyTorch attention, {HEADS} heads, {kv_heads} of keys and values, {B} x {T}:"
                     f" {direction} | {times[fastest][index]:.1f} | us | {fastest}, the fastest backend{others};"
-                    f" dimension {args.head_dim}, bf16, causal, median of {args.repetitions}",
+                    f" dimension {HEAD_DIM}, bf16, causal, median of {REPETITIONS}",
                     flush=True,
                 )
         if not ran:

@@ -17,7 +17,6 @@ import math
 import os
 import resource
 import statistics
-import sys
 import time
 
 from needs import needs

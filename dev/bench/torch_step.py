@@ -9,8 +9,7 @@ tokens/s is the median over the steps after warm-up, by the GPU's own clock at t
 ours does, and waits once, at the end. The batches are on the GPU beforehand. MFU counts this model's own FLOPs: 6 for
 each matrix parameter and token, and 12 D for each pair of query and key (4 forward, 8 backward).
 
-Everything ends within --limit seconds: the second backend is skipped if its compilation would not fit, and cut off if
-it takes longer than the first.
+Everything ends within --limit seconds: the second backend is cut off then.
 """
 
 import argparse
@@ -34,6 +33,8 @@ with needs("PyTorch"):
     from torch.nn import functional as F
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
+LAYERS, WIDTH, HEADS, VOCABULARY = 12, 768, 12, 50304  # GPT-2's 50257 words, padded as here
+WARMUP, STEPS = 8, 25  # steps that are not timed, the compilation among them; and those that are
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
 
@@ -148,8 +149,8 @@ def time_backend(name, model, optimizer, rotation, args):
     torch.compiler.reset()
     compiled = torch.compile(model)
     loss = None
-    batches = torch.randint(args.vocabulary, (8, args.batch, args.seq_len + 1), device="cuda")
-    ends = [torch.cuda.Event(enable_timing=True) for _ in range(args.steps + 1)]
+    batches = torch.randint(VOCABULARY, (8, args.batch, args.seq_len + 1), device="cuda")
+    ends = [torch.cuda.Event(enable_timing=True) for _ in range(STEPS + 1)]
 
     def step(i=0):
         nonlocal loss
@@ -157,19 +158,19 @@ def time_backend(name, model, optimizer, rotation, args):
                           torch.autocast("cuda", dtype=torch.bfloat16))
 
     with sdpa_kernel(BACKENDS[name]):
-        for i in range(args.warmup):
+        for i in range(WARMUP):
             begin = time.perf_counter()
             step(i)
             torch.cuda.synchronize()
             if i == 0:
                 say(f"{name}: compiled, and the first step made, in {time.perf_counter() - begin:.1f} s")
         ends[0].record()
-        for i in range(args.steps):
+        for i in range(STEPS):
             step(i)
             ends[i + 1].record()
         torch.cuda.synchronize()
         seconds = [1e-3 * before.elapsed_time(after) for before, after in zip(ends, ends[1:])]
-        say(f"{name}: {args.steps} steps, {1e3 * min(seconds):.1f} to {1e3 * max(seconds):.1f} ms")
+        say(f"{name}: {STEPS} steps, {1e3 * min(seconds):.1f} to {1e3 * max(seconds):.1f} ms")
         try:
             say(
                 f"{name}: attention by"
@@ -192,14 +193,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--seq-len", type=int, default=2048)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--width", type=int, default=768)
-    parser.add_argument("--heads", type=int, default=12)
-    parser.add_argument("--vocabulary", type=int, default=50304, help="GPT-2's 50257, padded as here")
-    parser.add_argument("--steps", type=int, default=25)
-    parser.add_argument("--warmup", type=int, default=8, help="steps that are not timed, the compilation among them")
     parser.add_argument("--peak-tflops", type=float, default=0, help="of this GPU in dense bf16; 0: MFU n/a")
-    parser.add_argument("--backends", default="flash,cudnn", help="of attention, in the order in which they are timed")
     parser.add_argument(
         "--limit", type=float, default=180, help="seconds from the start after which nothing more is timed"
     )
@@ -207,49 +201,44 @@ def main():
     say(f"PyTorch {torch.__version__}, {torch.cuda.get_device_name()}")
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
-    model = make_dense(args.vocabulary, args.layers, args.width, 4 * args.width, args.heads).cuda()
+    model = make_dense(VOCABULARY, LAYERS, WIDTH, 4 * WIDTH, HEADS).cuda()
     matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2)
-    D, T = args.width // args.heads, args.seq_len
+    D, T = WIDTH // HEADS, args.seq_len
     rotation = rotation_of(T, D, "cuda")
     optimizer = make_adamw(model)
-    rates, loss, longest = {}, math.nan, 0.0
-    for name in args.backends.split(","):
+    rates, loss = {}, math.nan
+    for name in BACKENDS:
         begin = time.perf_counter()
-        left = args.limit - (begin - BEGIN)
-        if rates and left < 0.7 * longest:  # compiling again is faster, as most kernels are the same
-            say(f"{name}: not timed, since {left:.0f} s are left and the backend before took {longest:.0f} s")
-            continue
         try:
-            with time_limit(left):
+            with time_limit(args.limit - (begin - BEGIN)):
                 seconds, loss = time_backend(name, model, optimizer, rotation, args)
         except Exception as error:
             # This PyTorch or GPU lacks the backend, or memory or time ran out: the other one's figure stands.
             say(f"{name}: not timed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
             optimizer.zero_grad(set_to_none=True)
             continue
-        longest = max(longest, time.perf_counter() - begin)
         rates[name] = args.batch * T / statistics.median(seconds)
         say(
             f"{name}: {rates[name]:.0f} tokens/s, {1e3 * statistics.median(seconds):.1f} ms a step, the median of"
-            f" {args.steps}"
+            f" {STEPS}"
         )
     if not rates:
         print("no backend of attention ran: no figure")
         return 1
     fastest = max(rates, key=rates.get)
     rate = rates[fastest]
-    flops = 6 * matrices + 12 * D * args.heads * args.layers * (T + 1) / 2  # of a token
+    flops = 6 * matrices + 12 * D * HEADS * LAYERS * (T + 1) / 2  # of a token
     mfu = f"{100 * rate * flops / (args.peak_tflops * 1e12):.1f} %" if args.peak_tflops else "n/a (--peak-tflops)"
     print(
-        f"dense, {sum(p.numel() for p in model.parameters())} parameters, {args.heads} heads of keys and values,"
+        f"dense, {sum(p.numel() for p in model.parameters())} parameters, {HEADS} heads of keys and values,"
         f" {args.batch} x {T}, loss {loss:.3f}, {flops * 1e-6:.1f} MFLOP a token, MFU {mfu}, peak memory"
         f" {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB"
     )
     others = "".join(f" ({name}: {other:.0f})" for name, other in rates.items() if name != fastest)
     print(
         f"result: PyTorch dense, torch.compile, T={T} | {rate:.0f} | tokens/s | {args.batch} sequences, attention by"
-        f" {fastest}, the fastest backend that ran{others}, {args.heads} heads of keys and values (ours: 2 groups),"
-        f" residual stream in bf16 as ours, median of {args.steps} steps, MFU {mfu}",
+        f" {fastest}, the fastest backend that ran{others}, {HEADS} heads of keys and values (ours: 2 groups),"
+        f" residual stream in bf16 as ours, median of {STEPS} steps, MFU {mfu}",
         flush=True,
     )
     return 0

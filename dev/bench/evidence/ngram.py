@@ -8,7 +8,6 @@ that a run of so many reads, its end-of-text among them; without --tokens that o
 time, and only behind contexts that the held-out text has: 32 million of GPT-2's take 10 GB for n = 4.
 """
 import glob
-import json
 import math
 from collections import Counter
 
