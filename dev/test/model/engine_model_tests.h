@@ -189,7 +189,7 @@ TEST_ON(ModelEngines, model_loss_and_gradients, false) {
 }
 
 // --recompute trades memory for time, and nothing else.
-ENGINE_TEST(model_recompute_gives_the_same_bits) {
+TEST_ON(ModelEngines, model_recompute_gives_the_same_bits, false) {
     for (const std::string kind : {"nsa", "full", "window,full", "nsa --qk-norm --smear", "window,nsa --qk-norm"}) {
         std::vector<typename E::Dev::Grad> first;
         double loss = 0;
@@ -222,7 +222,9 @@ ENGINE_TEST(update_of_matrices_is_muon) {
                  u = E::NARROW ? 0x1p-8 : std::sqrt(300) * std::numeric_limits<typename E::Value>::epsilon() / 2;
     const auto dev = E::open();
     E::set_way(*dev, E::WAYS - 1);
-    ModelRun<typename E::Dev> run(*dev, engine_config("--optimizer muon --grad-clip 0.01 --weight-decay 0.3"), 1);
+    Config c = engine_config("--optimizer muon --grad-clip 0.01 --weight-decay 0.3");
+    c.layers = 1;
+    ModelRun<typename E::Dev> run(*dev, c, 1);
     auto& model = run.model;
     model.initialise();
     check_muon_steps(model, lr, u, [&] { run.step_loss(true); });
@@ -380,39 +382,23 @@ TEST_ON(ModelEngines, model_resumed_equals_uninterrupted, false) {  // checkpoin
     }
 }
 
+// What a checkpoint begins with is the master as it was drawn, not as bf16 has it; the test before has what comes back.
 ENGINE_TEST(model_checkpoint_holds_the_master) {
     if constexpr (!E::Dev::has_master) {
         skip(format_text("%s_model_checkpoint_holds_the_master: the parameters are the master", E::name));
     } else {
-        using Dev = typename E::Dev;
-        TempFolder folder;
-        Config c = engine_config();
-        c.out = folder.path;
+        const Config c = engine_config();
         const auto dev = E::open();
-        ModelRun<Dev> run(*dev, c, 1);
+        ModelRun<typename E::Dev> run(*dev, c, 1);
         run.model.initialise();
         std::vector<std::vector<float>> buffers;
         const std::vector<TensorView> views = view_tensors(*dev, run.model.table.specs, run.model.master, "", buffers);
         REQUIRE(views.size() == run.model.table.specs.size());
-        for (size_t index = 0; index < views.size(); index++) {  // as it was drawn, not as bf16 has it
+        for (size_t index = 0; index < views.size(); index++) {
             const TensorSpec& t = run.model.table.specs[index];
             for (size_t i = 0; i < t.size; i += 37)
                 CHECK_EQUAL(buffers[index][i], initial_value(t, index, i, uint64_t(c.seed), c.layers, c.init));
         }
-        run.step_loss(true);
-        update(run.model, 1, 1e-3);
-        TrainState state;
-        state.step = state.last_update = 1;
-        const std::string writing = begin_checkpoint(c.out, 1);
-        const std::string saved =
-            commit_checkpoint(c.out, 1, write_snapshot(take_snapshot(run.model, World()), writing, 0, 1),
-                              state_json(state, manifest_json(c), 1));
-        ModelRun<Dev> other(*dev, c, 1);
-        CHECK_EQUAL(load_checkpoint(other.model, read_manifest(saved)).step, int64_t(1));
-        for (auto field : {&Model<Dev>::master, &Model<Dev>::m, &Model<Dev>::v})
-            CHECK(same_bits(run.raw(run.model.*field), other.raw(other.model.*field)));
-        // And the parameters follow from it, with the rounding of the step that made them.
-        CHECK(same_bits(run.raw(run.model.params), other.raw(other.model.params)));
     }
 }
 
