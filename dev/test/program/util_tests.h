@@ -34,45 +34,35 @@ TEST(random_normal_is_that_of_box_and_muller) {
     }
 }
 
-// The tightest of the limits of the group and of those above it; pages of files do not count as used.
+// The tightest of the limits of the group and of those above it; pages of files do not count as used. Version 1 has a
+// tree for each kind of limit, named in many ways.
 TEST(cgroup_limits_are_the_tightest_of_all_levels) {
-    const TempFolder folder;
-    const auto write = [&](const std::string& name, const std::string& text) {
-        make_folders((folder.path + "/" + name).substr(0, (folder.path + "/" + name).rfind('/')));
-        std::ofstream(folder.path + "/" + name) << text;
-    };
-    const auto limits = [&] { return cgroup_limits(folder.path + "/fs", folder.path + "/own"); };
-    CHECK(std::isinf(limits().bytes) && std::isinf(limits().processors));  // no such file
-    write("own", "4:memory:/v1\n0::/job/step\n");
-    CHECK(std::isinf(limits().bytes) && std::isinf(limits().processors));
-    write("fs/job/step/memory.max", "max\n"), write("fs/job/step/cpu.max", "max 100000\n");
-    CHECK(std::isinf(limits().bytes) && std::isinf(limits().processors));
-    write("fs/job/memory.max", "1000000\n"), write("fs/job/memory.current", "700000\n");
-    CHECK_EQUAL(limits().bytes, 300000.0);
-    write("fs/job/memory.stat", "anon 600000\nfile 100000\ninactive_file 70000\nactive_file 20000\n");
-    CHECK_EQUAL(limits().bytes, 390000.0);
-    write("fs/job/step/cpu.max", "250000 100000\n"), write("fs/cpu.max", "400000 100000\n");
-    CHECK_EQUAL(limits().processors, 2.5);
-    write("fs/memory.max", "100\n"), write("fs/memory.current", "200\n");
-    CHECK_EQUAL(limits().bytes, 0.0);
-    write("own", "0::/\n");  // in a container its own group is the root
-    CHECK_EQUAL(limits().processors, 4.0);
-}
-
-// cgroup v1 has a tree for each kind of limit, named in many ways.
-TEST(cgroup_limits_of_version_1) {
     const double MIB = 1 << 20, none = std::numeric_limits<double>::infinity();
+    const char* const v2 = "4:memory:/v1\n0::/job/step\n";
     struct {
         const char* own;
         std::vector<std::pair<const char*, const char*>> files;
         double bytes, processors;
     } const cases[] = {
+        {v2, {}, none, none},
+        {v2, {{"job/step/memory.max", "max"}, {"job/step/cpu.max", "max 100000"}}, none, none},
+        {v2, {{"job/memory.max", "1000000"}, {"job/memory.current", "700000"}}, 300000, none},
+        {v2,
+         {{"job/memory.max", "1000000"},
+          {"job/memory.current", "700000"},
+          {"job/memory.stat", "anon 600000\nfile 100000\ninactive_file 70000\nactive_file 20000"},
+          {"job/step/cpu.max", "250000 100000"},
+          {"cpu.max", "400000 100000"}},
+         390000,
+         2.5},
+        {v2, {{"memory.max", "100"}, {"memory.current", "200"}}, 0, none},
+        // in a container its own group is the root
+        {"0::/\n", {{"job/step/cpu.max", "250000 100000"}, {"cpu.max", "400000 100000"}}, none, 4},
         // RHEL 8, Ubuntu 20.04: the process's own group, by name
         {"9:memory:/slurm/job\n4:cpu,cpuacct:/slurm/job\n1:name=systemd:/x\n0::/\n",
          {{"memory/slurm/job/memory.limit_in_bytes", "1073741824"},
           {"memory/slurm/job/memory.usage_in_bytes", "536870912"},
-          {"memory/slurm/job/memory.stat",
-           "inactive_file 1\ntotal_inactive_file 67108864\ntotal_active_file 67108864\n"},
+          {"memory/slurm/job/memory.stat", "inactive_file 1\ntotal_inactive_file 67108864\ntotal_active_file 67108864"},
           {"cpu,cpuacct/slurm/job/cpu.cfs_quota_us", "50000"},
           {"cpu,cpuacct/slurm/job/cpu.cfs_period_us", "100000"}},
          640 * MIB,
@@ -109,6 +99,7 @@ TEST(cgroup_limits_of_version_1) {
         const ResourceLimits limits = cgroup_limits(folder.file("fs"), folder.file("own"));
         CHECK_EQUAL(limits.bytes, c.bytes);
         CHECK_EQUAL(limits.processors, c.processors);
+        CHECK(std::isinf(cgroup_limits(folder.file("fs"), folder.file("none")).bytes));
     }
 }
 
