@@ -107,14 +107,8 @@ TEST(choices_are_scored_as_each_row_alone) {
     World world;
     std::vector<double> loss;
     for (const ChoiceRow* row : task.rows) {
-        const int64_t T = int64_t(row->tokens.size()) - 1;
-        TestModel<Cpu<double>> t(std::string(SMALL) + "--init random --seq-len " + std::to_string(T), 1);
-        t.inputs.assign(row->tokens.begin(), row->tokens.end() - 1);
-        t.targets.assign(row->tokens.begin() + 1, row->tokens.end());
-        t.loss();
-        double sum = 0;
-        for (size_t i = row->first - 1; i < size_t(T); i++) sum += t.a.losses[i];
-        loss.push_back(sum);
+        const std::vector<double> losses = losses_alone({row->tokens.begin(), row->tokens.end()});
+        loss.push_back(std::accumulate(losses.begin() + std::ptrdiff_t(row->first) - 1, losses.end(), 0.0));
     }
     size_t right = 0, right_per_token = 0, row = 0;
     for (const ChoiceItem& item : task.items) {
@@ -146,26 +140,21 @@ TEST(choices_are_scored_as_each_row_alone) {
 }
 
 PROGRAM_TEST(run_answers_multiple_choice) {
-    const std::string file = folder.file("task.jsonl");
-    write_file(file, choices::LINES);
-    const Result r = train({{"out", out}, {"hellaswag", file}, {"eval-every", "1"}});
-    REQUIRE_GOOD(r);
+    write("task.jsonl", choices::LINES);
+    REQUIRE_GOOD(run("small --hellaswag=@/task.jsonl --eval-every=1"));
     const std::vector<double> accuracy = logged(out, "hellaswag");
     REQUIRE(accuracy.size() == 3);
-    CHECK(read_file(out + "/main.log").find(format_text("s:2 eval:%.6f\n", accuracy[2])) != std::string::npos);
-    CHECK_REFUSED(train({{"out", folder.file("x")}, {"hellaswag", folder.file("none")}}), 1, "none");
-    CHECK(!file_exists(folder.file("x")));
-    const std::string answer = "hellaswag " + format_text("%.4f", accuracy[2]);
-    const Result e = run({"eval", "--from", out, "--hellaswag", file, "--threads=1"});
-    REQUIRE_GOOD(e);
-    CHECK(e.out.find(answer) != std::string::npos && e.out.find("3 items") != std::string::npos);
+    CHECK(holds(losses_of(out), format_text("s:2 eval:%.6f\n", accuracy[2])));
+    check({{"small --hellaswag=@/none", 1, {"none"}}});
+    const std::string eval = "eval --from @/run --threads=1 ", of_task = eval + "--hellaswag @/task.jsonl ",
+                      answer = format_text("hellaswag %.4f", accuracy[2]), said = printed(of_task);
+    CHECK(holds(said, answer, "3 items"));
     // Item by item.
-    const Words listed = {"eval", "--from", out, "--hellaswag", file, "--threads=1", "--json", folder.file("items")};
-    REQUIRE_GOOD(run(listed));
+    REQUIRE_GOOD(run(of_task + "--json @/items"));
+    const ChoiceTask task = choices::read(file("task.jsonl"), 64);
     size_t items = 0, right = 0, right_per_token = 0;
-    for (const std::string& line : lines_of(read_file(folder.file("items")))) {
+    for (const std::string& line : lines_of(read_file(file("items")))) {
         const Json item = parse_json(line, "items");
-        const ChoiceTask task = choices::read(file, 64);
         const auto &losses = item.array("losses", ""), &tokens = item.array("tokens", "");
         REQUIRE(item.integer("item", "") == int64_t(items) && losses.size() == task.items[items].endings.size());
         std::vector<double> plain, mean;
@@ -179,44 +168,35 @@ PROGRAM_TEST(run_answers_multiple_choice) {
         right += size_t(best(plain)) == task.items[items].label;
         right_per_token += size_t(best(mean)) == task.items[items].label, items++;
     }
-    CHECK(items == 3 && e.out.find(format_text("%.4f by loss per token, %.4f by loss", double(right_per_token) / 3,
-                                               double(right) / 3)) != std::string::npos);
-    CHECK_REFUSED(run(listed), 1, "--json", "items");
+    CHECK(items == 3 && holds(said, format_text("%.4f by loss per token, %.4f by loss", double(right_per_token) / 3,
+                                                double(right) / 3)));
+    check({{of_task + "--json @/items", 1, {"--json", "items"}}});
     // Rows that do not fit are counted, in training and in eval; in the file each has its own numbers.
-    write_file(folder.file("long"), "{\"ctx\": \"a\", \"endings\": [\"" + std::string(77, 'b') + "\", \"" +
-                                        std::string(62, 'c') + "\", \"c\"], \"label\": 1}\n");
-    const Result cut =
-        run({"eval", "--from", out, "--hellaswag", folder.file("long"), "--threads=1", "--json", folder.file("cut")});
-    CHECK(cut.status == 0 && cut.err.find("1 of 3 rows") != std::string::npos &&
-          cut.err.find("1 of them") != std::string::npos && cut.err.find("64") != std::string::npos);
-    const std::string cut_json = read_file(folder.file("cut"));
-    CHECK(cut_json.find("\"cut_tokens\": [15, 0, 0], \"cut_ending_tokens\": [15, 0, 0]") != std::string::npos);
-    const Result cut_training = train({{"out", folder.file("cut_run")}, {"hellaswag", folder.file("long")}});
-    CHECK(cut_training.status == 0 && std::count(cut_training.err.begin(), cut_training.err.end(), '\n') == 1);
-    // Sets and texts have a line each, before the items.
-    const std::string sets = folder.file("sets");
-    const Result measured = run({"eval", "--from", out, "--val-data", "synthetic", "--text", file, "--hellaswag", file,
-                                 "--threads=1", "--json", sets});
-    CHECK_EQUAL(measured.status, 1);  // of the task's lines none has a text
-    write_file(folder.file("a.txt"), "a text of some length, as it stands in books");
-    const Result texts = run({"eval", "--from", out, "--val-data", "synthetic", "--text", folder.file("a.txt"),
-                              "--hellaswag", file, "--threads=1", "--json", sets});
-    REQUIRE_GOOD(texts);
-    const std::vector<std::string> written = lines_of(read_file(sets));
+    write("long", "{\"ctx\": \"a\", \"endings\": [\"" + std::string(77, 'b') + "\", \"" + std::string(62, 'c') +
+                      "\", \"c\"], \"label\": 1}\n");
+    const Result cut = run(eval + "--hellaswag @/long --json @/cut");
+    CHECK(cut.status == 0 && holds(cut.err, "1 of 3 rows", "1 of them", "64"));
+    CHECK(holds(read_file(file("cut")), "\"cut_tokens\": [15, 0, 0], \"cut_ending_tokens\": [15, 0, 0]"));
+    const Result cut_training = run("small --out=@/cut_run --hellaswag=@/long");
+    CHECK(cut_training.status == 0 && lines_of(cut_training.err).size() == 1);
+    // Sets and texts have a line each, before the items. Of the task's lines none has a text.
+    write("a.txt", "a text of some length, as it stands in books");
+    CHECK_EQUAL(run(of_task + "--val-data synthetic --text @/task.jsonl --json @/sets").status, 1);
+    const std::string texts = printed(of_task + "--val-data synthetic --text @/a.txt --json @/sets");
+    const std::vector<std::string> written = lines_of(read_file(file("sets")));
     REQUIRE(written.size() == 2 + 3);
     for (size_t i = 0; i < 2; i++) {
         const Json set = parse_json(written[i], "sets");
-        CHECK_EQUAL(set.string("set", ""), i ? folder.file("a.txt") : std::string("synthetic"));
+        CHECK_EQUAL(set.string("set", ""), i ? file("a.txt") : std::string("synthetic"));
         const double loss = set.number("loss", "");
-        CHECK(texts.out.find(format_text("loss %.4f, perplexity %.3f", loss, std::exp(loss))) != std::string::npos);
-        CHECK(texts.out.find(format_text("bits per byte %.4f", set.number("bits_per_byte", ""))) != std::string::npos);
+        CHECK(holds(texts, format_text("loss %.4f, perplexity %.3f", loss, std::exp(loss)),
+                    format_text("bits per byte %.4f", set.number("bits_per_byte", ""))));
         int64_t tokens = 0;
         for (const Json& range : set.array("by_tokens_in_sight", "")) tokens += range.integer("tokens", "");
         CHECK_EQUAL(tokens, set.integer("tokens", ""));
     }
     CHECK(parse_json(written[4], "sets").integer("item", "") == 2);
-    const std::string mpirun = find_mpirun("multiple choice on two ranks");
-    if (mpirun.empty()) return;
-    const Result two = execute({mpirun, "-np", "2", path(), "eval", "--from", out, "--hellaswag", file, "--threads=1"});
-    CHECK(two.status == 0 && two.out.find(answer) != std::string::npos);
+    if (!find_ranks("multiple choice on two ranks")) return;
+    const Result two = run_on(2, of_task);
+    CHECK(two.status == 0 && holds(two.out, answer));
 }

@@ -47,13 +47,9 @@ TEST(evaluation_covers_every_token_once) {
     double total[3] = {}, count[3] = {};  // of positions 0..15, 16..31, 32..39
     std::vector<double> loss;
     for (const std::vector<uint16_t>& sample : evaluation::samples_of(shards, T)) {
-        TestModel<Cpu<double>> t(SMALL + ("--init random --seq-len " + std::to_string(sample.size() - 1)), 1);
-        t.inputs.assign(sample.begin(), sample.end() - 1);
-        t.targets.assign(sample.begin() + 1, sample.end());
-        t.loss();
         loss.push_back(0);
-        for (size_t i = 0; i + 1 < sample.size(); i++)
-            loss.back() += t.a.losses[i], total[i / 16] += t.a.losses[i], count[i / 16]++;
+        size_t i = 0;
+        for (const double x : losses_alone(sample)) loss.back() += x, total[i / 16] += x, count[i++ / 16]++;
     }
     CHECK_EQUAL(loss.size(), 6u);  // 100 = 40 + 40 + 20, 59 = 40 + 19, 1
     for (const int batch : {1, 4, 9}) {
@@ -85,27 +81,20 @@ TEST(evaluation_covers_every_token_once) {
 }
 
 PROGRAM_TEST(run_evaluates_at_any_length) {
-    REQUIRE_GOOD(train({{"out", out}}));
-    write_file(folder.file("val_0.bin"), shard(random_tokens(1000, 1)));
-    write_file(folder.file("val_1.bin"), shard(random_tokens(333, 2)));
+    REQUIRE_GOOD(run("small"));
+    write("val_0.bin", shard(random_tokens(1000, 1))), write("val_1.bin", shard(random_tokens(333, 2)));
     const double tokens = (1000 - 1) + (333 - 1);  // each but its shard's first is predicted once
-    const std::string mpirun = find_mpirun("eval on two ranks");
+    const bool has_ranks = find_ranks("eval on two ranks");
     for (const int T : {1, 64, 100, 2000}) {
-        Words words = {path(),        "eval",      "--from",         out, "--val-data", folder.file("val_*.bin"),
-                       "--threads=1", "--seq-len", std::to_string(T)};
-        std::string first;
-        for (const char* batch : {"1", "3", "50"})
-            for (const int ranks : {1, 2}) {
-                if (ranks == 2 && (mpirun.empty() || T != 100)) continue;
-                const Words command = joined(words, {"--batch", batch});
-                const Result r = ranks == 1 ? execute(command) : execute(joined({mpirun, "-np", "2"}, command));
-                REQUIRE(r.status == 0);
-                if (first.empty()) first = r.out;
-                CHECK_EQUAL(r.out, first);
-            }
+        const std::string eval = format_text("eval --from @/run --val-data @/val_*.bin --threads=1 --seq-len %d ", T),
+                          first = printed(eval + "--batch 1");
+        for (const char* batch : {"--batch 3", "--batch 50"}) CHECK_EQUAL(printed(eval + batch), first);
+        if (has_ranks && T == 100)
+            for (const char* batch : {"--batch 1", "--batch 3", "--batch 50"})
+                CHECK_EQUAL(run_on(2, eval + batch).out, first);
         CHECK_EQUAL(evaluation::number_behind(first, "step_00000002 on "), tokens);
         const int samples = (999 + T - 1) / T + (332 + T - 1) / T;
-        CHECK(first.find(format_text("(%d of %d samples of %d)", samples, samples, T)) != std::string::npos);
+        CHECK(holds(first, format_text("(%d of %d samples of %d)", samples, samples, T)));
         double counted = 0, loss = 0;
         size_t next = 1;
         for (const evaluation::Row& row : evaluation::table_of(first)) {
@@ -114,79 +103,68 @@ PROGRAM_TEST(run_evaluates_at_any_length) {
         }
         CHECK_EQUAL(counted, tokens);
         CHECK_NEAR(loss / counted, evaluation::number_behind(first, "loss "), 1e-4);  // two times four digits
-        CHECK((first.find("beyond the trained length") != std::string::npos) == (T > 64));
+        CHECK_EQUAL(holds(first, "beyond the trained length"), T > 64);
     }
-    CHECK_REFUSED(run({"eval", "--from", out, "--val-data", folder.file("val_0.bin"), "--seq-len", "0"}), 2,
-                  "--seq-len");
-    write_file(folder.file("one.bin"), shard({7}));
-    CHECK_REFUSED(run({"eval", "--from", out, "--val-data", folder.file("one.bin")}), 1, "too few", "needs 2");
     // Text, without shards: every document behind an end-of-text, none of which is predicted here but the second.
-    write_file(folder.file("a.txt"), "Some words of a book.");
-    write_file(folder.file("b.jsonl"), "{\"text\": \"one\"}\n\n{\"text\": \"two\"}\n");
-    write_file(folder.file("a.bin"), shard({0, 'o', 'n', 'e', 0, 't', 'w', 'o'}));
-    const Result of_text = run({"eval", "--from", out, "--text", folder.file("a.txt"), folder.file("b.jsonl")}),
-                 of_shard = run({"eval", "--from", out, "--val-data", folder.file("a.bin")});
-    REQUIRE_GOOD(of_text);
-    CHECK(of_text.out.find(folder.file("a.txt") + ", 21 tokens (1 of 1 samples") != std::string::npos);
-    const size_t second = of_text.out.find("b.jsonl, ");
+    write("a.txt", "Some words of a book."), write("empty.txt", ""), write("one.bin", shard({7}));
+    write("b.jsonl", "{\"text\": \"one\"}\n\n{\"text\": \"two\"}\n");
+    write("a.bin", shard({0, 'o', 'n', 'e', 0, 't', 'w', 'o'}));
+    const std::string of_text = printed("eval --from @/run --text @/a.txt @/b.jsonl"),
+                      of_shard = printed("eval --from @/run --val-data @/a.bin");
+    CHECK(holds(of_text, file("a.txt") + ", 21 tokens (1 of 1 samples") && holds(of_shard, "bits per byte"));
+    const size_t second = of_text.find("b.jsonl, ");
     REQUIRE(second != std::string::npos);
-    CHECK_EQUAL(of_text.out.substr(second + 9), of_shard.out.substr(of_shard.out.find("7 tokens")));
-    CHECK(of_shard.out.find("bits per byte") != std::string::npos);
-    write_file(folder.file("a.txt"), "");
-    CHECK_REFUSED(run({"eval", "--from", out, "--text", folder.file("a.txt")}), 1, "a.txt holds no text");
-    CHECK_REFUSED(run({"eval", "--from", out}), 2, "--val-data is missing", "--text");
-    CHECK_REFUSED(run({"sample", "--from", out, "--seq-len", "7"}), 2, "--seq-len is no option of 'sample'");
+    CHECK_EQUAL(of_text.substr(second + 9), of_shard.substr(of_shard.find("7 tokens")));
+    check({{"eval --from @/run --val-data @/val_0.bin --seq-len 0", 2, {"--seq-len"}},
+           {"eval --from @/run --val-data @/one.bin", 1, {"too few", "needs 2"}},
+           {"eval --from @/run --text @/empty.txt", 1, {"empty.txt holds no text"}},
+           {"eval --from @/run", 2, {"--val-data is missing", "--text"}},
+           {"sample --from @/run --seq-len 7", 2, {"--seq-len is no option of 'sample'"}}});
 }
 
 // Text of one letter teaches nothing about noise, so the first validated checkpoint stays the best.
 PROGRAM_TEST(run_keeps_and_finds_the_best_checkpoint) {
-    const std::string val = folder.file("val.bin");
-    write_file(folder.file("train.bin"), shard(std::vector<uint16_t>(5000, 'a')));
-    write_file(val, shard(random_tokens(64 * 5, 1)));
-    const Options options = {
-        {"out", out},  {"data", folder.file("train.bin")}, {"val-data", val}, {"eval-every", "4"}, {"save-every", "2"},
-        {"keep", "1"}, {"schedule", "constant"},           {"lr", "0.05"}};
-    const auto with = [&](Options more) {
-        more.insert(options.begin(), options.end());
-        return more;
-    };
-    REQUIRE_GOOD(train(with({{"steps", "11"}})));
+    write("train.bin", shard(std::vector<uint16_t>(5000, 'a'))), write("val.bin", shard(random_tokens(64 * 5, 1)));
+    const std::string small =
+        "small --data=@/train.bin --val-data=@/val.bin --eval-every=4 --save-every=2 --keep=1 "
+        "--schedule=constant --lr=0.05 ";
+    REQUIRE_GOOD(run(small + "--steps=11"));
     const auto losses = [&] {
         std::map<int64_t, double> found;
         for (const Json& line : log_of(out))
             if (line.find("val_loss")) found[line.integer("step", "")] = line.number("val_loss", "");
         return found;
     };
-    REQUIRE(losses().size() == 4);
-    REQUIRE(losses()[4] < losses()[8] && losses()[8] < losses()[11]);
+    REQUIRE(losses().size() == 4 && losses()[4] < losses()[8] && losses()[8] < losses()[11]);
     CHECK(checkpoint_steps(out) == (std::vector<int64_t>{11, 4}));
     // A resume knows it, whatever has become of the first checkpoint's moments.
-    std::filesystem::remove(out + "/step_00000004/optimizer_00000-of-00001.safetensors");
-    REQUIRE_GOOD(train(with({{"steps", "16"}, {"resume", "on"}})));
+    std::filesystem::remove(out + "/step_00000004/" + OPTIMIZER);
+    REQUIRE_GOOD(run(small + "--steps=16 --resume=on"));
     CHECK(checkpoint_steps(out) == (std::vector<int64_t>{16, 4}));
-    const auto evaluate = [&](const std::string& step) {
-        return run({"eval", "--from", out, "--val-data", val, "--eval-batches", "4", "--threads", "1", "--step", step});
-    };
+    const std::string evaluate = "eval --from @/run --val-data @/val.bin --eval-batches 4 --threads 1 --step=";
     for (const auto& [step, of] :
          {std::pair("best", 4), std::pair("last", 16), std::pair("4", 4), std::pair("16", 16)}) {
-        const Result r = evaluate(step);
-        REQUIRE_GOOD(r);
-        CHECK(r.out.find(checkpoint_folder(out, of) + " on 256 tokens") == 0);
-        CHECK_NEAR(evaluation::number_behind(r.out, "loss "), losses()[of], 6e-5);  // four digits
+        const std::string found = printed(evaluate + step);
+        CHECK_EQUAL(found.find(checkpoint_folder(out, of) + " on 256 tokens"), 0u);
+        CHECK_NEAR(evaluation::number_behind(found, "loss "), losses()[of], 6e-5);  // four digits
     }
-    CHECK_EQUAL(run({"sample", "--from", out, "--step", "best", "--tokens", "3", "--threads", "1"}).status, 0);
-    const Result exported = run({"export", "--from", out, "--step", "best", "--out", folder.file("hf")});
-    CHECK(exported.status == 0 && exported.out.find("step_00000004") != std::string::npos);
-    CHECK(read_file(folder.file("hf/model.safetensors")) == read_file(out + "/step_00000004/model.safetensors"));
+    CHECK_EQUAL(run("sample --from @/run --step best --tokens 3 --threads 1").status, 0);
+    const Result exported = run("export --from @/run --step best --out @/hf");
+    CHECK(exported.status == 0 && holds(exported.out, "step_00000004"));
+    CHECK(read_file(file("hf/model.safetensors")) == weights_of(out, 4));
     // Other validation data: only losses on them compare.
-    write_file(val, shard(std::vector<uint16_t>(64 * 5, 'a')));
-    REQUIRE_GOOD(train(with({{"steps", "20"}, {"resume", "on"}})));
+    write("val.bin", shard(std::vector<uint16_t>(64 * 5, 'a')));
+    REQUIRE_GOOD(run(small + "--steps=20 --resume=on"));
     CHECK(checkpoint_steps(out) == (std::vector<int64_t>{20}));
-    CHECK_REFUSED(evaluate("4"), 1, "--step 4", "only of: 20");
-    for (const char* wrong : {"newest", "-1", "1e3", ""}) CHECK_REFUSED(evaluate(wrong), 2, "--step", "best, or last");
-    CHECK_REFUSED(run({"eval", "--from", out + "/step_00000020", "--val-data", val, "--step", "best"}), 1,
-                  "--step best", "is one checkpoint");
-    write_file(out + "/step_00000020/manifest.json", "{}");
-    const Result damaged = evaluate("best");
-    CHECK(damaged.status == 1 && damaged.err.find("none of the checkpoints") != std::string::npos);
+    check({{evaluate + "4", 1, {"--step 4", "only of: 20"}},
+           {evaluate + "newest", 2, {"--step", "best, or last"}},
+           {evaluate + "-1", 2, {"--step", "best, or last"}},
+           {evaluate + "1e3", 2, {"--step", "best, or last"}},
+           {evaluate, 2, {"--step", "best, or last"}},
+           {"eval --from @/run/step_00000020 --val-data @/val.bin --step best",
+            1,
+            {"--step best", "is one checkpoint"}}});
+    write("run/step_00000020/manifest.json", "{}");
+    const Result damaged = run(evaluate + "best");
+    CHECK(damaged.status == 1 && holds(damaged.err, "none of the checkpoints"));
 }

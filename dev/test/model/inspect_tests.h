@@ -19,19 +19,11 @@ inline std::string strange_text() {
 }
 
 // A run of the program with two layers and two groups; returns its checkpoint.
-inline std::string trained(const TempFolder& folder, const Options& more = {}) {
-    Options options = merged(small({{"layers", "2"},
-                                    {"heads", "4"},
-                                    {"kv-groups", "2"},
-                                    {"init", "random"},
-                                    {"seq-len", "512"},
-                                    {"batch", "1"},
-                                    {"total-batch", "512"}}),
-                             more);
-    options["out"] = folder.file("run");
-    const Result r = run(words_of(options));
-    if (r.status) fail("training failed: %s", r.err.c_str());
-    return folder.file("run") + "/step_00000002";
+inline std::string trained(const InFolder& in) {
+    REQUIRE_GOOD(
+        in.run("small --layers=2 --heads=4 --kv-groups=2 --init=random --seq-len=512 --batch=1 "
+               "--total-batch=512"));
+    return in.out + "/step_00000002";
 }
 inline Json array_at(const Json& x, size_t i) { return x.array("inspect").at(i); }
 
@@ -93,14 +85,12 @@ inline void check_query(const Json& blocks, const Json& importances, double all,
 
 }  // namespace inspect_test
 
-TEST(inspect_json_is_what_the_specification_selects) {
+PROGRAM_TEST(inspect_json_is_what_the_specification_selects) {
     using namespace inspect_test;
-    TempFolder folder;
-    const std::string checkpoint = trained(folder), text = strange_text();
-    write_file(folder.file("text.txt"), text);
-    REQUIRE_GOOD(run({"inspect", "--from", folder.file("run"), "--text", folder.file("text.txt"), "--json",
-                      folder.file("x.json"), "--threads", "2"}));
-    const Json x = parse_json(read_file(folder.file("x.json")), "x.json");
+    const std::string checkpoint = trained(*this), text = strange_text();
+    write("text.txt", text);
+    REQUIRE_GOOD(run("inspect --from @/run --text @/text.txt --json @/x.json --threads 2"));
+    const Json x = parse_json(read_file(file("x.json")), "x.json");
     Config c;
     read_config_json(c, checkpoint + "/config.json");
     std::vector<int32_t> tokens = {0};  // the bytes, behind an end-of-text
@@ -132,79 +122,62 @@ TEST(inspect_json_is_what_the_specification_selects) {
 }
 
 // All that the page shows is in it, and it asks for nothing else.
-TEST(inspect_page_holds_its_json_and_refers_to_nothing_outside) {
-    using namespace inspect_test;
-    TempFolder folder;
-    trained(folder);
-    write_file(folder.file("text.txt"), strange_text());
-    REQUIRE_GOOD(run({"inspect", "--from", folder.file("run"), "--text", folder.file("text.txt"), "--json",
-                      folder.file("x.json"), "--html", folder.file("x.html")}));
-    const std::string page = read_file(folder.file("x.html")), json = read_file(folder.file("x.json"));
+PROGRAM_TEST(inspect_page_holds_its_json_and_refers_to_nothing_outside) {
+    inspect_test::trained(*this);
+    write("text.txt", inspect_test::strange_text());
+    REQUIRE_GOOD(run("inspect --from @/run --text @/text.txt --json @/x.json --html @/x.html"));
+    const std::string page = read_file(file("x.html")), json = read_file(file("x.json"));
     const std::string open = "<script type=\"application/json\" id=\"data\">";
     const size_t at = page.find(open) + open.size(), end = page.find("</script>", at);
     CHECK(page.substr(at, end - at) == std::regex_replace(json, std::regex("<"), "\\u003c"));
     const std::string frame = page.substr(0, at) + page.substr(end);
-    const std::string source = read_file("lib/report/html/inspect.html");
-    CHECK(frame == std::regex_replace(source, std::regex("@JSON@"), ""));
+    CHECK(frame == std::regex_replace(read_file("lib/report/html/inspect.html"), std::regex("@JSON@"), ""));
     for (const char* word : {"http:", "https:", "//cdn", " src=", "href=", "url(", "@import", "fetch(", "XMLHttp",
                              "import(", "WebSocket", "sendBeacon"})
-        if (frame.find(word) != std::string::npos) check_failed(__FILE__, __LINE__, "the page holds %s", word);
-    CHECK(frame.find("default-src 'none'") != std::string::npos);
+        if (holds(frame, word)) check_failed(__FILE__, __LINE__, "the page holds %s", word);
+    CHECK(holds(frame, "default-src 'none'"));
     // from stdin, the same
     Start from_stdin;
-    from_stdin.input = folder.file("text.txt");
-    REQUIRE_GOOD(
-        run({"inspect", "--from", folder.file("run"), "--text", "-", "--json", folder.file("y.json")}, from_stdin));
+    from_stdin.input = file("text.txt");
+    REQUIRE_GOOD(run("inspect --from @/run --text - --json @/y.json", from_stdin));
     const auto layers = [](const std::string& text) { return text.substr(text.find("\"ids\"")); };
-    CHECK(layers(read_file(folder.file("y.json"))) == layers(json));
+    CHECK(layers(read_file(file("y.json"))) == layers(json));
 }
 
-TEST(inspect_says_what_is_wrong) {
-    using namespace inspect_test;
-    TempFolder folder;
-    trained(folder);
-    write_file(folder.file("text.txt"), "Some words.");
-    const auto with = [&](const Words& words) { return run(joined({"inspect"}, words)); };
-    const Words good = {"--from", folder.file("run"), "--text", folder.file("text.txt")};
-    CHECK_REFUSED(with({}), 2, "--from");
-    CHECK_REFUSED(with({"--from", folder.file("run"), "--html", folder.file("x")}), 2, "--text is missing");
-    CHECK_REFUSED(with(good), 2, "--html FILE, --json FILE");
-    CHECK_REFUSED(with(joined(good, {"--html", folder.file("no/x.html")})), 1, "there is no folder");
-    CHECK_REFUSED(with(joined(good, {"--json", folder.path})), 1, "is a folder");
-    REQUIRE_GOOD(with(joined(good, {"--json", folder.file("x.json"), "--html", folder.file("x.html")})));
-    REQUIRE_GOOD(with(joined(good, {"--json", folder.file("x.json"), "--html", folder.file("x.html")})));
-    CHECK_REFUSED(with(joined(good, {"--json", folder.file("x.html")})), 1, "this program has not written it");
-    CHECK_REFUSED(with(joined(good, {"--html", folder.file("text.txt")})), 1, "this program has not written it");
-    CHECK_EQUAL(read_file(folder.file("text.txt")), std::string("Some words."));
-    CHECK_REFUSED(with({"--from", folder.file("run"), "--text", folder.file("none"), "--json", folder.file("x")}), 1,
-                  "none");
-    const std::string pipe = folder.file("pipe.txt");
+PROGRAM_TEST(inspect_says_what_is_wrong) {
+    write("text.txt", "Some words.");
+    const std::string good = "inspect --from @/run --text @/text.txt ", pipe = file("pipe.txt");
     CHECK_EQUAL(mkfifo(pipe.c_str(), 0600), 0);
-    for (const std::string& endless : {pipe, std::string("/dev/zero")}) {
-        const Words inspect = {"inspect", "--from", folder.file("run"), "--text", endless, "--json", folder.file("x")},
-                    sample = {"sample", "--from", folder.file("run"), "--prompt-file", endless};
-        for (const Words& words : {inspect, sample})
-            CHECK_REFUSED(run(words), 1, endless + " is a pipe or a device", "or -");
-    }
-    TempFolder dense;
-    REQUIRE_GOOD(train({{"attention", "full"}, {"out", dense.file("run")}}));
-    CHECK_REFUSED(with({"--from", dense.file("run"), "--text", folder.file("text.txt"), "--json", folder.file("x")}), 1,
-                  "--attention full");
+    REQUIRE_GOOD(run("small"));
+    REQUIRE_GOOD(run("small --attention=full --out=@/dense"));
+    for (int twice = 0; twice < 2; twice++) REQUIRE_GOOD(run(good + "--json @/x.json --html @/x.html"));
+    check({
+        {"inspect", 2, {"--from"}},
+        {"inspect --from @/run --html @/x", 2, {"--text is missing"}},
+        {good, 2, {"--html FILE, --json FILE"}},
+        {good + "--html @/no/x.html", 1, {"there is no folder"}},
+        {good + "--json " + folder.path, 1, {"is a folder"}},
+        {good + "--json @/x.html", 1, {"this program has not written it"}},
+        {good + "--html @/text.txt", 1, {"this program has not written it"}},
+        {"inspect --from @/run --text @/none --json @/x", 1, {"none"}},
+        {"inspect --from @/dense --text @/text.txt --json @/x", 1, {"--attention full"}},
+    });
+    for (const std::string& endless : {pipe, std::string("/dev/zero")})
+        for (const std::string command :
+             {"inspect --json @/x --from @/run --text ", "sample --from @/run --prompt-file "})
+            check({{command + endless, 1, {endless + " is a pipe or a device", "or -"}}});
+    CHECK_EQUAL(read_file(file("text.txt")), std::string("Some words."));
 }
 
 // Of a text that is longer than a page shows, the first tokens that fit.
-TEST(inspect_shows_a_part_of_a_long_text) {
-    using namespace inspect_test;
-    TempFolder folder;
-    trained(folder);
+PROGRAM_TEST(inspect_shows_a_part_of_a_long_text) {
+    REQUIRE_GOOD(run("small --cmp-block=64 --cmp-stride=64 --slc-block=64"));
     std::string text;
     for (int i = 0; i < 20000; i++) text += char('a' + i % 7);
-    write_file(folder.file("text.txt"), text);
-    const Result r = run(
-        {"inspect", "--from", folder.file("run"), "--text", folder.file("text.txt"), "--json", folder.file("x.json")});
-    CHECK_EQUAL(r.status, 0);
-    CHECK(r.out.find("the first 16383 of the 20000 tokens") != std::string::npos);
-    const std::string json = read_file(folder.file("x.json")), begin = "\"tokens\": ";
+    write("text.txt", text);
+    const Result r = run("inspect --from @/run --text @/text.txt --json @/x.json");
+    CHECK(r.status == 0 && holds(r.out, "the first 16383 of the 20000 tokens"));
+    const std::string json = read_file(file("x.json")), begin = "\"tokens\": ";
     const size_t at = json.find(begin) + begin.size();
     std::string shown;
     for (const Json& token : parse_json(json.substr(at, json.find("]", at) + 1 - at), "x.json").items)
@@ -248,17 +221,13 @@ TEST(worked_example_is_right_and_is_what_the_model_card_quotes) {
         check_failed(__FILE__, __LINE__, "dev/MODEL.md does not quote this:\n%s", text.c_str());
 }
 
-TEST_LONG(inspect_page_in_a_browser) {
-    using namespace inspect_test;
+PROGRAM_TEST_LONG(inspect_page_in_a_browser) {
     if (std::system("command -v chromium >/dev/null && command -v python3 >/dev/null") != 0)
         return skip("the page of inspect in a browser: there is no chromium (or no python3)");
-    TempFolder folder;
-    trained(folder);
-    write_file(folder.file("text.txt"), strange_text());
-    REQUIRE_GOOD(run({"inspect", "--from", folder.file("run"), "--text", folder.file("text.txt"), "--json",
-                      folder.file("x.json"), "--html", folder.file("x.html")}));
-    const Result r =
-        execute({"/usr/bin/env", "python3", "dev/browser_check.py", folder.file("x.html"), folder.file("x.json")});
+    inspect_test::trained(*this);
+    write("text.txt", inspect_test::strange_text());
+    REQUIRE_GOOD(run("inspect --from @/run --text @/text.txt --json @/x.json --html @/x.html"));
+    const Result r = execute({"/usr/bin/env", "python3", "dev/browser_check.py", file("x.html"), file("x.json")});
     CHECK_EQUAL(r.err, "");
     CHECK(std::regex_search(r.out, std::regex("^[0-9]{3,} checks, all good\n$")));
 }

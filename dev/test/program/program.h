@@ -31,6 +31,15 @@
 
 extern char** environ;
 
+// mpirun of the machine, "" with a note where the build or the machine has none.
+inline std::string find_mpirun(const char* what) {
+    if (mpi_name().empty()) return skip(format_text("%s: this build has no MPI", what)), "";
+    std::istringstream folders(std::getenv("PATH") ? std::getenv("PATH") : "");
+    for (std::string folder; std::getline(folders, folder, ':');)
+        if (access((folder + "/mpirun").c_str(), X_OK) == 0) return folder + "/mpirun";
+    return skip(format_text("%s: no mpirun on this machine", what)), "";
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Starting the program, on the CPU engine: GPUs are hidden from it, whose bf16 sums no limit here is made for.
 
@@ -192,10 +201,10 @@ inline Words words_of(const Options& options) {
     return words;
 }
 
-// "--steps=3 --lr=0.1" as options.
-inline Options parse_pairs(const std::string& text) {
+// --steps=3 --lr=0.1 as options.
+inline Options parse_pairs(const Words& words) {
     Options options;
-    for (const std::string& word : parse_words(text)) {
+    for (const std::string& word : words) {
         const size_t equals = word.find('=');
         options[word.substr(2, equals - 2)] = word.substr(equals + 1);
     }
@@ -227,7 +236,6 @@ inline Options small(const Options& more = {}) {
 }
 inline Words small_words(const Options& more = {}) { return words_of(small(more)); }
 inline Result train(const Options& more, const Start& start = {}) { return run(small_words(more), start); }
-inline Result train_with(const std::string& more) { return train(parse_pairs(more)); }
 
 // What lies wrong with a refusal, "" if nothing: the status, one line on stderr that begins as all errors do and holds
 // all of `expected`.
@@ -288,20 +296,91 @@ inline Config parse_and_preset(const Words& words) {
 
 // ----- tests
 
-// A test with a folder of its own, in which `out` is where a run may go.
+// A command of the program: a line as one types it, or words where one holds blanks. `small` in place of a verb trains
+// the smallest model, with each --name=value behind it in place of its own.
+struct Command {
+    Words words;
+    Command(const char* line) : words(parse_words(line)) {}
+    Command(const std::string& line) : words(parse_words(line)) {}
+    Command(const Words& list) : words(list) {}
+    Command(std::initializer_list<std::string> list) : words(list) {}
+};
+
+// What the one line on stderr must name, so that its reader knows what to do.
+struct Refusal {
+    Command command;
+    int status;
+    Words named;
+};
+
+// A test with a folder of its own, which is @/ in commands and in what a line must name. A run goes to @/run.
 struct InFolder {
     TempFolder folder;
     const std::string out = folder.file("run");
+    std::string binary = path(), mpirun;
+
+    bool find_ranks(const char* what) { return !(mpirun = find_mpirun(what)).empty(); }
+    std::string file(const std::string& name) const { return folder.file(name); }
+    void write(const std::string& name, const std::string& bytes) const { write_file(file(name), bytes); }
+    Words place(Words words) const {
+        for (std::string& word : words)
+            for (size_t at = 0; (at = word.find("@/", at)) != std::string::npos;) word.replace(at, 1, folder.path);
+        return words;
+    }
+    Words arguments(const Command& command, const char* run = "run") const {
+        const Words words = place(command.words);
+        if (words.empty() || words[0] != "small") return words;
+        return small_words(merged({{"out", file(run)}}, parse_pairs({words.begin() + 1, words.end()})));
+    }
+    // All words that start it, on so many ranks.
+    Words started(const Command& command, int ranks = 1) const {
+        const Words alone = joined({binary}, arguments(command));
+        return ranks == 1 ? alone : joined({mpirun, "-np", std::to_string(ranks)}, alone);
+    }
+    Result run(const Command& command, const Start& start = {}) const { return execute(started(command), start); }
+    Result run_on(int ranks, const Command& command, const Start& start = {}) const {
+        return execute(started(command, ranks), start);
+    }
+    Result train(const Options& more, const Start& start = {}) const {
+        return program::train(merged({{"out", out}}, more), start);
+    }
+    // What it prints where it ends well and has nothing to complain about.
+    std::string printed(const Command& command, const Start& start = {}) const {
+        const Result r = run(command, start);
+        REQUIRE_GOOD(r);
+        return r.out;
+    }
+    // In bash, for which the command is "$@".
+    Result in_shell(const std::string& script, const Command& command) const {
+        return execute(joined({"/bin/bash", "-c", "set -o pipefail; " + script, "bash"}, started(command)));
+    }
+    // None of them leaves anything of a run.
+    void check(const std::vector<Refusal>& cases, const Start& start = {}) const {
+        for (const Refusal& c : cases) {
+            const Result r = execute(joined({binary}, arguments(c.command, "refused")), start);
+            std::string command, fault = refusal_fault(r, c.status, place(c.named));
+            if (file_exists(file("refused"))) fault += "; a run was begun";
+            for (const std::string& word : c.command.words) command += word + " ";
+            tests().checks++;
+            if (!fault.empty()) check_failed(__FILE__, __LINE__, "%s: %s", command.c_str(), fault.c_str());
+        }
+    }
 };
-#define PROGRAM_TEST(name) TEST_IN_FOLDER(TEST, name)
-#define PROGRAM_TEST_LONG(name) TEST_IN_FOLDER(TEST_LONG, name)
-#define TEST_IN_FOLDER(KIND, name)                    \
-    namespace program {                               \
-    struct InFolder_##name : InFolder {               \
-        void test();                                  \
-    };                                                \
-    }                                                 \
-    KIND(name) { program::InFolder_##name().test(); } \
+#define PROGRAM_TEST(name) TEST_IN_FOLDER(TEST, name, true)
+#define PROGRAM_TEST_LONG(name) TEST_IN_FOLDER(TEST_LONG, name, true)
+// One that needs mpirun, and is left out with a note where there is none.
+#define RANKS_TEST(name) TEST_IN_FOLDER(TEST, name, t.find_ranks(#name))
+#define RANKS_TEST_LONG(name) TEST_IN_FOLDER(TEST_LONG, name, t.find_ranks(#name))
+#define TEST_IN_FOLDER(KIND, name, ready) \
+    namespace program {                   \
+    struct InFolder_##name : InFolder {   \
+        void test();                      \
+    };                                    \
+    }                                     \
+    KIND(name) {                          \
+        program::InFolder_##name t;       \
+        if (ready) t.test();              \
+    }                                     \
     void program::InFolder_##name::test()
 
 // ----- files
@@ -335,12 +414,6 @@ inline std::string weights_of(const std::string& run, int64_t step) {
 }
 
 constexpr const char* OPTIMIZER = "optimizer_00000-of-00001.safetensors";
-// Of two checkpoints' folders, each with a slash behind it: weights and moments, byte for byte.
-inline bool same_weights(const std::string& a, const std::string& b) {
-    return read_file(a + "model.safetensors") == read_file(b + "model.safetensors") &&
-           read_file(a + OPTIMIZER) == read_file(b + OPTIMIZER);
-}
-
 inline void replace_in_file(const std::string& file, const std::string& old, const std::string& now) {
     std::string text = read_file(file);
     const size_t at = text.find(old);
@@ -363,6 +436,13 @@ inline std::vector<std::string> lines_of(const std::string& text) {
     std::istringstream in(text);
     for (std::string line; std::getline(in, line);) lines.push_back(line);
     return lines;
+}
+
+// The line's rest behind the words.
+inline std::string behind(const std::string& text, const std::string& words) {
+    const size_t at = text.find(words);
+    if (at == std::string::npos) fail("no '%s' in '%s'", words.c_str(), text.c_str());
+    return text.substr(at + words.size(), text.find('\n', at) - at - words.size());
 }
 
 // log.jsonl, a value per line.
@@ -478,10 +558,8 @@ inline size_t check_tensors(const RawFile& raw, const std::map<std::string, std:
     return expected.size();
 }
 
-}  // namespace program
-
-// Writes a checkpoint's manifest anew for the files as they are now: damage
-// that checksums cannot see. state: the manifest's, if it is to be another.
+// Writes a checkpoint's manifest anew for the files as they are now: damage that checksums cannot see. state: the
+// manifest's, if it is to be another.
 inline void seal(const std::string& checkpoint, const std::string& state = "") {
     const Checkpoint manifest = read_manifest(checkpoint);
     std::vector<FileRecord> records;
@@ -492,12 +570,6 @@ inline void seal(const std::string& checkpoint, const std::string& state = "") {
     }
     const std::string old_state = manifest.state_text;
     write_file(checkpoint + "/manifest.json", manifest_text(manifest.step, records, state.empty() ? old_state : state));
-}
-
-namespace program {
-// The program with small_words(more) behind `verb`, under a shell that does what `redirection` says, such as ">&-".
-inline Result in_shell(const Words& words, const std::string& redirection) {
-    return execute(joined({"/bin/bash", "-c", "set -o pipefail; \"$0\" \"$@\" " + redirection, path()}, words));
 }
 
 inline std::string safetensors_bytes(const std::string& header, const std::string& data) {
@@ -521,28 +593,8 @@ struct AddressLimit {
     ~AddressLimit() { setrlimit(RLIMIT_AS, &before); }
 };
 
-}  // namespace program
-
-// mpirun of the machine, "" with a note where the build or the machine has none.
-inline std::string find_mpirun(const char* what) {
-    if (mpi_name().empty()) return skip(format_text("%s: this build has no MPI", what)), "";
-    std::istringstream folders(std::getenv("PATH") ? std::getenv("PATH") : "");
-    for (std::string folder; std::getline(folders, folder, ':');)
-        if (access((folder + "/mpirun").c_str(), X_OK) == 0) return folder + "/mpirun";
-    return skip(format_text("%s: no mpirun on this machine", what)), "";
-}
-
-// One rank is started without mpirun.
-inline program::Result train_on_ranks(const std::string& mpirun, int ranks, const program::Options& more) {
-    if (ranks == 1) return program::train(more);
-    return program::execute(
-        program::joined({mpirun, "-np", std::to_string(ranks), program::path()}, program::small_words(more)));
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // Runs on several ranks, and a run that a test disturbs while it goes on.
-
-namespace program {
 
 // 15 samples of 64 tokens.
 inline std::string write_small_corpus(const TempFolder& folder, const std::string& name, uint64_t seed) {
@@ -557,15 +609,9 @@ inline Words two_ranks(const std::string& mpirun, const Words& first, const Word
 
 // Four layers, so that several small buckets exist and are ready one after the other.
 inline Options ranks_options(const Options& more) {
-    return merged(
-        parse_pairs("--layers=4 --total-batch=512 --batch=1 --slc-count=8 --lr=0.001 --steps=8 --eval-every=4 "
-                    "--eval-batches=2 --bucket-mb=0.04 --threads=1"),
-        more);
-}
-
-// The same for some steps at a constant learning rate, so that another run can go on from them.
-inline Options part_of_run(const std::string& out, const char* steps, const Options& more) {
-    return merged(ranks_options({{"schedule", "constant"}, {"out", out}, {"steps", steps}}), more);
+    return merged(parse_pairs({"--layers=4", "--total-batch=512", "--batch=1", "--slc-count=8", "--lr=0.001",
+                               "--steps=8", "--eval-every=4", "--bucket-mb=0.04"}),
+                  more);
 }
 
 // How far losses of ranks_options() may be apart, however a batch is divided over ranks or micro-steps: the same run
@@ -580,7 +626,7 @@ static const double RANKS_LIMIT = 8 * 1e-3 * std::sqrt(RANKS_PARAMETERS) * std::
 
 inline std::string losses_of(const std::string& run_folder) { return read_file(run_folder + "/main.log"); }
 
-// A program under mpirun that this test can disturb while it runs.
+// A program that this test can disturb while it runs.
 struct Running {
     pid_t launcher = 0;
     std::string out_file, err_file;

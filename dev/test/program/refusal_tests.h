@@ -4,51 +4,9 @@
 #include "../data/tokenize_tests.h"  // GZIP_TEXT
 #include "program.h"
 
-namespace refusals {
-using namespace program;
-
-// @/ is the test's own folder, everywhere in a row. Options behind `small` replace those of the smallest model, which
-// would train in @/refused.
-struct Refusal {
-    std::string command;
-    int status;
-    Words named;
-};
-
-struct Scene : TempFolder {
-    std::string place(std::string text) const {
-        for (size_t at = 0; (at = text.find("@/", at)) != std::string::npos;) text.replace(at, 1, path);
-        return text;
-    }
-    Words words_of_command(const std::string& command) const {
-        const std::string text = place(command);
-        if (text.compare(0, 5, "small") != 0) return parse_words(text);
-        return small_words(merged({{"out", file("refused")}}, parse_pairs(text.substr(5))));
-    }
-    Result run(const std::string& command, const Start& start = {}) const {
-        return program::run(words_of_command(command), start);
-    }
-    // None of them leaves anything of a run.
-    void check(const std::vector<Refusal>& cases, const Start& start = {}) const {
-        for (const Refusal& c : cases) {
-            Words named;
-            for (const std::string& word : c.named) named.push_back(place(word));
-            const std::string fault = refusal_fault(run(c.command, start), c.status, named);
-            tests().checks++;
-            if (!fault.empty()) check_failed(__FILE__, __LINE__, "%s: %s", c.command.c_str(), fault.c_str());
-            if (file_exists(file("refused"))) check_failed(__FILE__, __LINE__, "%s began a run", c.command.c_str());
-        }
-    }
-    void write(const std::string& name, const std::string& bytes) const { write_file(file(name), bytes); }
-};
-
-}  // namespace refusals
-
-TEST(refusals_of_usage) {
-    using namespace refusals;
-    const Scene scene;
-    for (const char* name : {"a.bin", "b.bin", "a.txt", "a.png"}) scene.write(name, "words");
-    scene.check({
+PROGRAM_TEST(refusals_of_usage) {
+    for (const char* name : {"a.bin", "b.bin", "a.txt", "a.png"}) write(name, "words");
+    check({
         {"--learning-rate 1", 2, {" --lr?"}},
         {"--block_size 8", 2, {" --seq-len?"}},
         {"tokenize --input x", 2, {" --in?"}},
@@ -101,23 +59,20 @@ TEST(refusals_of_usage) {
         {"vocabulary --size 300 --out @/t", 2, {"--in"}},
         {"vocabulary --in @/a.txt --vocab-dir @/t", 2, {"--vocab-dir"}},
     });
-    CHECK_REFUSED(run({""}), 2, "''", "verb");
-    CHECK_REFUSED(run({"sample", "--from", "x", "--prompt", "--help me"}), 2, "--prompt='--help me'");
-    CHECK(!file_exists("~") && glob_files(scene.file("t*")).empty());
+    check({{{""}, 2, {"''", "verb"}}, {{"sample", "--from=x", "--prompt", "--help me"}, 2, {"--prompt='--help me'"}}});
+    CHECK(!file_exists("~") && glob_files(file("t*")).empty());
     // Nothing is suggested where it would make no sense.
-    CHECK_EQUAL(scene.run("--qwertyuiop 2").err.find("did you mean"), std::string::npos);
+    CHECK_EQUAL(run("--qwertyuiop 2").err.find("did you mean"), std::string::npos);
     for (const char* command : {"--data @/a.bin @/none.bin", "--steps 1 @/a.bin"})
-        CHECK_EQUAL(scene.run(command).err.find("quotes"), std::string::npos);
+        CHECK_EQUAL(run(command).err.find("quotes"), std::string::npos);
     for (const char* command : {"--steps --resume", "--schedule --lr", "sample --prompt"})
-        CHECK_EQUAL(scene.run(command).err.find("="), std::string::npos);
+        CHECK_EQUAL(run(command).err.find("="), std::string::npos);
 }
 
-TEST(refusals_of_options_that_do_not_go_together) {
-    using namespace refusals;
-    const Scene scene;
-    scene.write("notes.txt", "mine"), scene.write("file", ""), make_folders(scene.file("dir"));
-    REQUIRE_GOOD(scene.run("small --attention=full --steps=1 --out=@/full"));
-    scene.check({
+PROGRAM_TEST(refusals_of_options_that_do_not_go_together) {
+    write("notes.txt", "mine"), write("file", ""), make_folders(file("dir"));
+    REQUIRE_GOOD(run("small --attention=full --steps=1 --out=@/full"));
+    check({
         {"small --heads=3 --kv-groups=2", 2, {"--heads 3", "--kv-groups 2"}},
         {"small --heads=2 --kv-groups=4", 2, {"--heads 2", "--kv-groups 4"}},
         {"small --head-dim=9", 2, {"--head-dim 9"}},
@@ -155,16 +110,14 @@ TEST(refusals_of_options_that_do_not_go_together) {
         {"sample --from @/full --device cuda", 2, {"--device cuda"}},
         {"eval --from @/full --val-data synthetic --device cuda", 2, {"--device cuda"}},
     });
-    CHECK_EQUAL(read_file(scene.file("notes.txt")), "mine");
-    CHECK(!file_exists(scene.file("state")));
+    CHECK_EQUAL(read_file(file("notes.txt")), "mine");
+    CHECK(!file_exists(file("state")));
 }
 
 // Sizes that no machine holds are refused by name before the memory is asked for, not with std::bad_alloc or an
 // overflow.
-TEST(refusals_of_sizes_beyond_any_machine) {
-    using namespace refusals;
-    const Scene scene;
-    scene.write("train.bin", shard(random_tokens(1000, 1)));
+PROGRAM_TEST(refusals_of_sizes_beyond_any_machine) {
+    write("train.bin", shard(random_tokens(1000, 1)));
     Start start;
     start.seconds = 20;
 #if defined(__SANITIZE_ADDRESS__)  // which reserves terabytes of addresses for itself
@@ -179,26 +132,24 @@ TEST(refusals_of_sizes_beyond_any_machine) {
              {"small --layers=1000 --dim=64000", "--"},
              {"small --batch=64 --total-batch=4096 --data=@/train.bin", "--total-batch"},
          }) {
-        const Result r = scene.run(command, start);
+        const Result r = run(command, start);
         CHECK(r.status == 1 || r.status == 2);
         CHECK_REFUSED(r, r.status, named);
     }
-    CHECK(!file_exists(scene.file("refused")));
+    CHECK(!file_exists(file("refused")));
 }
 
-TEST(refusals_of_bad_training_data) {
-    using namespace refusals;
-    const Scene scene;
+PROGRAM_TEST(refusals_of_bad_training_data) {
     const std::string good = shard(random_tokens(1000, 1));
     std::vector<uint16_t> tokens = random_tokens(3000000, 2);
     tokens[2999990] = 256;  // outside the vocabulary, behind the last whole sample
-    make_folders(scene.file("dir"));
-    scene.write("good.bin", good), scene.write("token.bin", shard(tokens));
-    scene.write("cut.bin", good.substr(0, good.size() - 1));
-    scene.write("text.bin", "It was a dark and stormy night."), scene.write("packed.gz", GZIP_TEXT);
-    scene.write("gpt2.bin", shard(random_tokens(1000, 1), 50257));
-    for (const int n : {30, 64, 128}) scene.write(format_text("%d.bin", n), shard(random_tokens(size_t(n), 3)));
-    scene.check({
+    make_folders(file("dir"));
+    write("good.bin", good), write("token.bin", shard(tokens));
+    write("cut.bin", good.substr(0, good.size() - 1));
+    write("text.bin", "It was a dark and stormy night."), write("packed.gz", GZIP_TEXT);
+    write("gpt2.bin", shard(random_tokens(1000, 1), 50257));
+    for (const int n : {30, 64, 128}) write(format_text("%d.bin", n), shard(random_tokens(size_t(n), 3)));
+    check({
         {"small --data=@/none_*.bin", 1, {"--data", "@/none_*.bin"}},
         {"small --data=", 2, {"--data"}},
         {"small --data=@/good.bin --val-data=@/none_*.bin", 1, {"--val-data", "@/none_*.bin"}},
@@ -221,24 +172,22 @@ TEST(refusals_of_bad_training_data) {
         {"small --data=@/good.bin --val-data=synthetic --tokenizer=gpt2", 2, {"--val-data synthetic", "gpt2"}},
     });
     // One sample is enough to validate with: the rest of the micro-batch is not counted.
-    REQUIRE_GOOD(scene.run("small --data=@/good.bin --val-data=@/128.bin --steps=1 --out=@/one"));
-    CHECK_EQUAL(logged(scene.file("one"), "val_tokens")[0], 64.0);
+    REQUIRE_GOOD(run("small --data=@/good.bin --val-data=@/128.bin --steps=1 --out=@/one"));
+    CHECK_EQUAL(logged(file("one"), "val_tokens")[0], 64.0);
 }
 
-TEST(refusals_of_bad_input_of_tokenize) {
-    using namespace refusals;
-    const Scene scene;
-    scene.write("empty.txt", ""), scene.write("words.txt", "words"), make_folders(scene.file("dir"));
-    scene.write("number.jsonl", "{\"text\": \"one\"}\n{\"text\": 2}\n");
-    scene.write("key.jsonl", "{\"text\": \"one\"}\n\n{\"txt\": \"three\"}\n");
-    scene.write("open.jsonl", "{\"text\": \"one\"");
-    scene.write("utf16.txt", std::string("\xFF\xFEw\0", 4));
-    scene.write("utf16.jsonl", std::string("\xFE\xFF\0{", 4));
-    scene.write("utf32.txt", std::string("w\0\0\0o\0\0\0", 8));
-    scene.write("little.txt", std::string("w\0o\0r\0d\0s\0", 10));
-    scene.write("big.txt", std::string("\0w\0o\0r\0d\0s", 10));
+PROGRAM_TEST(refusals_of_bad_input_of_tokenize) {
+    write("empty.txt", ""), write("words.txt", "words"), make_folders(file("dir"));
+    write("number.jsonl", "{\"text\": \"one\"}\n{\"text\": 2}\n");
+    write("key.jsonl", "{\"text\": \"one\"}\n\n{\"txt\": \"three\"}\n");
+    write("open.jsonl", "{\"text\": \"one\"");
+    write("utf16.txt", std::string("\xFF\xFEw\0", 4));
+    write("utf16.jsonl", std::string("\xFE\xFF\0{", 4));
+    write("utf32.txt", std::string("w\0\0\0o\0\0\0", 8));
+    write("little.txt", std::string("w\0o\0r\0d\0s\0", 10));
+    write("big.txt", std::string("\0w\0o\0r\0d\0s", 10));
     const std::string tokenize = "tokenize --tokenizer bytes --threads 1 --out @/shards --in ";
-    scene.check({
+    check({
         {tokenize + "@/empty.txt", 1, {"--in", "empty.txt"}},
         {tokenize + "@/number.jsonl", 1, {"number.jsonl", "line 2"}},
         {tokenize + "@/key.jsonl", 1, {"key.jsonl", "line 3", "text"}},
@@ -253,25 +202,23 @@ TEST(refusals_of_bad_input_of_tokenize) {
         {"tokenize --in @/words.txt --out @/shards --vocab-dir @/none", 1, {"@/none"}},
         {"tokenize --in @/words.txt --out @/shards --vocab-dir @/dir", 1, {"@/dir"}},
     });
-    CHECK(glob_files(scene.file("shards*")).empty());
-    CHECK_EQUAL(scene.run(tokenize + "@/words.txt").status, 0);
-    scene.check({{tokenize + "@/words.txt", 1, {"--out", "@/shards_train_000001.bin"}}});
+    CHECK(glob_files(file("shards*")).empty());
+    CHECK_EQUAL(run(tokenize + "@/words.txt").status, 0);
+    check({{tokenize + "@/words.txt", 1, {"--out", "@/shards_train_000001.bin"}}});
 }
 
 // Another model or other data than the checkpoint's, and runs that are none.
-TEST(refusals_of_resumes_and_beginnings) {
-    using namespace refusals;
-    const Scene scene;
-    scene.write("train.bin", shard(random_tokens(64 * 15 + 1, 1, 64)));
-    scene.write("other.bin", shard(random_tokens(64 * 15 + 1, 2, 64)));  // as many tokens, but others
-    scene.write("longer.bin", shard(random_tokens(64 * 20, 3, 64)));
-    scene.write("empty.txt", ""), scene.write("number.jsonl", "{\"text\": \"one\"}\n{\"text\": 2}\n");
-    REQUIRE_GOOD(scene.run("small --data=@/train.bin --out=@/run"));
-    REQUIRE_GOOD(scene.run("small --tokenizer=gpt2 --steps=1 --out=@/gpt2"));
-    const std::string options = read_file(scene.file("run/run.json")),
+PROGRAM_TEST(refusals_of_resumes_and_beginnings) {
+    write("train.bin", shard(random_tokens(64 * 15 + 1, 1, 64)));
+    write("other.bin", shard(random_tokens(64 * 15 + 1, 2, 64)));  // as many tokens, but others
+    write("longer.bin", shard(random_tokens(64 * 20, 3, 64)));
+    write("empty.txt", ""), write("number.jsonl", "{\"text\": \"one\"}\n{\"text\": 2}\n");
+    REQUIRE_GOOD(run("small --data=@/train.bin --out=@/run"));
+    REQUIRE_GOOD(run("small --tokenizer=gpt2 --steps=1 --out=@/gpt2"));
+    const std::string options = read_file(file("run/run.json")),
                       resume = "small --data=@/train.bin --out=@/run --resume=on --steps=3 ",
                       begin = "small --init-from=@/run ";
-    scene.check({
+    check({
         {resume + "--layers=2", 1, {"@/run", "layers", "2"}},
         {resume + "--dim=32", 1, {"@/run", "dim", "32"}},
         {resume + "--heads=4", 1, {"@/run", "heads", "4"}},
@@ -300,7 +247,6 @@ TEST(refusals_of_resumes_and_beginnings) {
         {"sample @/none", 1, {"--from @/none"}},
         {"--steps 3 @/run", 2, {"option"}},
         {"eval --from @/run --val-data @/none*", 1, {"--val-data", "@/none*"}},
-        {"eval --from @/run", 2, {"--val-data"}},
         {"eval --from @/run --text @/number.jsonl", 1, {"number.jsonl", "line 2", "tokenize", "--skip-bad"}},
         {"inspect --from @/run --text @/empty.txt --html @/i.html", 1, {"--text @/empty.txt"}},
         {"eval --from @/gpt2 --val-data synthetic", 2, {"--val-data synthetic", "gpt2"}},
@@ -312,7 +258,7 @@ TEST(refusals_of_resumes_and_beginnings) {
         {"sample --from @/run --interactive --prompt x", 2, {"--interactive", "--prompt"}},
     });
     // What is refused leaves everything as it was.
-    CHECK_EQUAL(read_file(scene.file("run/run.json")), options);
-    CHECK(!file_exists(scene.file("run/step_00000003")) && !file_exists(scene.file("run.1")));
-    REQUIRE_GOOD(scene.run(resume));
+    CHECK_EQUAL(read_file(file("run/run.json")), options);
+    CHECK(!file_exists(file("run/step_00000003")) && !file_exists(file("run.1")));
+    REQUIRE_GOOD(run(resume));
 }

@@ -86,10 +86,11 @@ inline std::vector<std::pair<double, double>> points_in(const Json& page, size_t
 }
 
 }  // namespace report_log
+namespace program {
+using namespace report_log;
+}
 
-TEST(report_reads_a_run_that_was_resumed) {
-    using namespace report_log;
-    const TempFolder folder;
+PROGRAM_TEST(report_reads_a_run_that_was_resumed) {
     const RunHistory run = history(folder, "run", resumed_run());
     CHECK_EQUAL(run.last_step, int64_t(4));
     CHECK(!run.torn && run.unreadable == 0);
@@ -126,9 +127,7 @@ TEST(report_reads_a_run_that_was_resumed) {
 }
 
 // A clock that somebody sets is no time at work: each line has the count of another one.
-TEST(report_counts_no_leap_of_the_clock) {
-    using namespace report_log;
-    const TempFolder folder;
+PROGRAM_TEST(report_counts_no_leap_of_the_clock) {
     const auto with_clock = [](const std::string& line, double clock) {
         return std::regex_replace(line, std::regex("\"clock\":[^,]*"), format_text("\"clock\":%.3f", clock));
     };
@@ -143,9 +142,7 @@ TEST(report_counts_no_leap_of_the_clock) {
 }
 
 // A page runs its own script alone, whatever stands in the log and the options of a run folder that somebody sent.
-TEST(report_page_runs_no_script_of_the_log) {
-    using namespace report_log;
-    const TempFolder folder;
+PROGRAM_TEST(report_page_runs_no_script_of_the_log) {
     const std::string evil = "<img src=x onerror=alert(1)>",
                       quoted = json_quote("'\"><script>alert(2)</script>" + evil);
     const std::string name = quoted.substr(1, quoted.size() - 2);
@@ -180,8 +177,8 @@ TEST(report_page_runs_no_script_of_the_log) {
         const size_t script = html.find("<script>") + 8, end = html.find("</script>", script);
         CHECK(holds(html, "default-src 'none'") && !holds(html, "script-src 'unsafe-inline'"));
         const size_t hash = html.find("script-src 'sha256-") + 19;
-        write_file(folder.file("script"), html.substr(script, end - script));
-        write_file(folder.file("hash"), html.substr(hash, html.find("'", hash) - hash));
+        write_file(file("script"), html.substr(script, end - script));
+        write_file(file("hash"), html.substr(hash, html.find("'", hash) - hash));
         const auto shell = [&](const char* command) {
             return program::execute({"/bin/bash", "-c", command, folder.path}).out.substr(0, 64);
         };
@@ -192,9 +189,7 @@ TEST(report_page_runs_no_script_of_the_log) {
 }
 
 // Whatever is there counts, and what cannot be read is said.
-TEST(report_reads_logs_that_end_anywhere) {
-    using namespace report_log;
-    const TempFolder folder;
+PROGRAM_TEST(report_reads_logs_that_end_anywhere) {
     const std::string whole = start(0, 1000) + validation(0, 1001, "5.5") + training(1, 1002, "5.25", 100);
     const std::string last = training(2, 1003, "5.125", 100);
     for (size_t bytes = 0; bytes + 1 < last.size(); bytes += 7) {
@@ -235,9 +230,7 @@ TEST(report_reads_logs_that_end_anywhere) {
     CHECK_FAILS(1, "none of its lines", history(folder, "empty", "[1]\n3\nnull\n{}\n\n"));
 }
 
-TEST(report_tells_finished_running_and_ended_runs_apart) {
-    using namespace report_log;
-    const TempFolder folder;
+PROGRAM_TEST(report_tells_finished_running_and_ended_runs_apart) {
     const RunHistory done = history(folder, "done", resumed_run());
     CHECK_EQUAL(describe_state(done, 4611), "finished, step 4 of 4");
     const RunHistory half = history(folder, "half", start(0, 1000) + training(2, 1010, "5", 1));
@@ -249,10 +242,8 @@ TEST(report_tells_finished_running_and_ended_runs_apart) {
     CHECK(!holds(make_report_page({done}, 4611), "http-equiv=\"refresh\""));
 }
 
-TEST(report_page_holds_the_numbers_of_the_log) {
-    using namespace report_log;
+PROGRAM_TEST(report_page_holds_the_numbers_of_the_log) {
     using Points = std::vector<std::pair<double, double>>;
-    const TempFolder folder;
     const std::vector<RunHistory> runs = {history(folder, "run", resumed_run())};
     const std::string html = make_report_page(runs, 5000);
     const Json page = parse_page(html), &run = page.array("runs", "page")[0];
@@ -271,9 +262,7 @@ TEST(report_page_holds_the_numbers_of_the_log) {
         CHECK(!holds(frame, word));
 }
 
-TEST(report_shows_losses_that_are_not_finite_as_gaps) {
-    using namespace report_log;
-    const TempFolder folder;
+PROGRAM_TEST(report_shows_losses_that_are_not_finite_as_gaps) {
     const std::string log = start(0, 1000) + validation(0, 1001, "5") + training(1, 1002, "5", 100) +
                             training(2, 1003, "null", 100, true) + training(3, 1004, "4", 100) +
                             validation(4, 1005, "null");
@@ -291,15 +280,13 @@ TEST(report_shows_losses_that_are_not_finite_as_gaps) {
     CHECK(!make_report_text(bad, 5000, 80).empty());
 }
 
-TEST(report_lays_several_runs_over_each_other) {
-    using namespace report_log;
-    const TempFolder folder;
+PROGRAM_TEST(report_lays_several_runs_over_each_other) {
     const std::string options = "{\"steps\": 4, \"lr\": 0.5, \"tokenizer\": \"gpt2\"}";
     const std::vector<RunHistory> runs = {history(folder, "a", resumed_run()),
                                           history(folder, "b<i>&", resumed_run(), options)};
     const Json page = parse_page(make_report_page(runs, 5000));
     REQUIRE(page.array("runs", "page").size() == 2);
-    CHECK_EQUAL(page.array("runs", "page")[1].string("folder", "page"), folder.file("b<i>&"));
+    CHECK_EQUAL(page.array("runs", "page")[1].string("folder", "page"), file("b<i>&"));
     CHECK_EQUAL(points_in(page, 0, "val_loss").size(), size_t(3));
     CHECK_EQUAL(page.array("runs", "page")[1].get("options", "page").string("lr", "page"), "0.5");
     CHECK(points_in(page, 0, "gate_cmp/layer_1").empty());  // layers are drawn of a run alone
@@ -315,9 +302,7 @@ TEST(report_lays_several_runs_over_each_other) {
     CHECK(holds(text, "a " + runs[0].folder, "b " + runs[1].folder));
 }
 
-TEST(report_text_fits_the_terminal) {
-    using namespace report_log;
-    const TempFolder folder;
+PROGRAM_TEST(report_text_fits_the_terminal) {
     const std::vector<RunHistory> runs = {history(folder, "run", resumed_run())};
     for (const size_t width : {40, 80, 133}) {
         size_t widest = 0, lines = 0;
@@ -357,16 +342,14 @@ TEST(report_lines_keep_their_peaks) {
 // ---------------------------------------------------------------------------------------------------------------------
 // The verb.
 
-TEST(report_refuses_what_is_no_run) {
-    using namespace refusals;
-    const Scene scene;
-    report_log::history(scene, "run", report_log::resumed_run());
-    for (const char* name : {"plain", "checkpoint"}) make_folders(scene.file(name));
-    scene.write("checkpoint/model.safetensors", "x");
-    scene.write("theirs.html", "<!DOCTYPE html>\n<html>theirs</html>\n");
-    CHECK_EQUAL(mkfifo(scene.file("pipe.html").c_str(), 0600), 0);
-    CHECK_EQUAL(symlink("page.html", scene.file("link.html").c_str()), 0);
-    scene.check({
+PROGRAM_TEST(report_refuses_what_is_no_run) {
+    report_log::history(folder, "run", report_log::resumed_run());
+    for (const char* name : {"plain", "checkpoint"}) make_folders(file(name));
+    write("checkpoint/model.safetensors", "x");
+    write("theirs.html", "<!DOCTYPE html>\n<html>theirs</html>\n");
+    CHECK_EQUAL(mkfifo(file("pipe.html").c_str(), 0600), 0);
+    CHECK_EQUAL(symlink("page.html", file("link.html").c_str()), 0);
+    check({
         {"report", 2, {"--from is missing"}},
         {"report --from @/none", 1, {"--from @/none", "no such folder"}},
         {"report --from @/plain", 1, {"--from @/plain", "no log.jsonl"}},
@@ -381,62 +364,47 @@ TEST(report_refuses_what_is_no_run) {
         {"report --from @/run --html @/theirs.html", 1, {"@/theirs.html", "this program has not written it"}},
     });
     // Of several, those without a log are left out, with a warning.
-    const Result rest = scene.run("report --from @/run --from @/plain");
-    CHECK_EQUAL(rest.status, 0);
-    CHECK(holds(rest.err, "--from " + scene.file("plain") + " holds no log.jsonl and is left out"));
-    CHECK_EQUAL(scene.run("report --from @/plain --from @/checkpoint").status, 1);
+    const Result rest = run("report --from @/run --from @/plain");
+    CHECK(rest.status == 0 && holds(rest.err, "--from " + file("plain") + " holds no log.jsonl and is left out"));
+    CHECK_EQUAL(run("report --from @/plain --from @/checkpoint").status, 1);
     // As many as a shell puts there for a *; the page may be made again.
-    const Words page = {"--html", scene.file("page.html")};
-    for (const Words& runs : {Words(30, scene.file("run")), Words(2, scene.file("run"))})
-        REQUIRE_GOOD(run(joined(joined({"report", "--from"}, runs), page)));
-    const Result on_terminal = run(joined({"report", "--from"}, Words(60, scene.file("run"))));
-    REQUIRE_GOOD(on_terminal);
-    CHECK(holds(on_terminal.out, " 7 " + scene.file("run")));  // the 60th
-    scene.write("run/run.json", "{");
-    scene.check({{"report --from @/run", 1, {"run.json", "not valid JSON"}}});
+    for (const size_t runs : {30, 2})
+        REQUIRE_GOOD(run(joined(joined({"report", "--from"}, Words(runs, "@/run")), {"--html", "@/page.html"})));
+    CHECK(holds(printed(joined({"report", "--from"}, Words(60, "@/run"))), " 7 " + out));  // the 60th
+    write("run/run.json", "{");
+    check({{"report --from @/run", 1, {"run.json", "not valid JSON"}}});
 }
 
 // The command that a run ends with makes the page of that run, with its numbers, its sample and what it ran on.
-TEST(report_follows_the_run_that_names_it) {
-    using namespace program;
-    const TempFolder folder;
-    const std::string out = folder.file("run's");
-    const Result trained = train({{"out", out}, {"steps", "3"}, {"eval-every", "1"}, {"sample-tokens", "20"}});
-    REQUIRE_GOOD(trained);
-    const size_t begin = trained.out.find(path() + " report --from");
-    REQUIRE(begin != std::string::npos);
-    REQUIRE_GOOD(execute({"/bin/sh", "-c", trained.out.substr(begin)}));
+PROGRAM_TEST(report_follows_the_run_that_names_it) {
+    const std::string out = file("run's");
+    const std::string trained = printed("small --steps=3 --eval-every=1 --sample-tokens=20 --out=" + out);
+    REQUIRE_GOOD(execute({"/bin/sh", "-c", path() + " report --from" + behind(trained, path() + " report --from")}));
     const std::string page = read_file(out + ".html");
     CHECK(!holds(page, "http-equiv=\"refresh\""));  // it is finished
     const std::vector<double> losses = logged(out, "val_loss");
     const auto points = report_log::points_in(report_log::parse_page(page), 0, "val_loss");
     REQUIRE(losses.size() == 4 && points.size() == 4);
     for (size_t i = 0; i < 4; i++) CHECK_NEAR(points[i].second, losses[i], 5e-7 * losses[i]);  // seven digits
-    const std::string printed = "--- sample at step 3, 20 tokens ---\n";
-    std::string sample = trained.out.substr(trained.out.find(printed) + printed.size());
+    const std::string begin = "--- sample at step 3, 20 tokens ---\n";
+    std::string sample = trained.substr(trained.find(begin) + begin.size());
     sample.erase(sample.find("\n---\n"));
-    const RunHistory run_read = read_run_history(out);
-    CHECK_EQUAL(run_read.sample, parse_json(json_quote(sample), "sample").text);  // what is no UTF-8 is replaced
-    REQUIRE(run_read.starts.size() == 1);
-    CHECK_EQUAL(run_read.fact("parameters"), 7712.0);
-    CHECK_EQUAL(run_read.fact("ranks"), 1.0);
+    const RunHistory read = read_run_history(out);
+    CHECK_EQUAL(read.sample, parse_json(json_quote(sample), "sample").text);  // what is no UTF-8 is replaced
+    CHECK(read.starts.size() == 1 && read.fact("parameters") == 7712 && read.fact("ranks") == 1);
     // A resume is another start.
-    REQUIRE_GOOD(run({"--resume", "--out", out, "--steps", "4"}));
+    REQUIRE_GOOD(run("--resume " + out + " --steps 4"));
     CHECK_EQUAL(read_run_history(out).resumes(), size_t(1));
 }
 
-TEST_LONG(report_page_in_a_browser) {
-    using namespace program;
-    using namespace report_log;
+PROGRAM_TEST_LONG(report_page_in_a_browser) {
     if (std::system("command -v chromium >/dev/null && command -v python3 >/dev/null") != 0)
         return skip("the page of report in a browser: there is no chromium (or no python3)");
-    const TempFolder folder;
-    const std::string page = folder.file("x.html");
     history(folder, "one", resumed_run(), "{\"steps\": 4, \"tokenizer\": \"gpt2\"}");
     history(folder, "two", resumed_run());
-    for (const Words& runs : {Words{folder.file("one")}, Words{folder.file("one"), folder.file("two")}}) {
-        REQUIRE_GOOD(run(joined(joined({"report", "--from"}, runs), {"--html", page})));
-        const Result r = execute({"/usr/bin/env", "python3", "dev/browser_check.py", page});
+    for (const char* command : {"report --html @/x.html --from @/one", "report --html @/x.html --from @/one @/two"}) {
+        REQUIRE_GOOD(run(command));
+        const Result r = execute({"/usr/bin/env", "python3", "dev/browser_check.py", file("x.html")});
         CHECK_EQUAL(r.err, "");
         CHECK_EQUAL(r.status, 0);
     }
@@ -529,48 +497,44 @@ inline std::vector<Event> read(const std::string& path) {
 
 }  // namespace tensorboard_file
 
-TEST(tensorboard_files_hold_what_the_log_holds) {
-    using namespace program;
+PROGRAM_TEST(tensorboard_files_hold_what_the_log_holds) {
     // The head of every event file that TensorBoard itself writes: a length of 24 and its checksum.
-    const std::string head("\x18\0\0\0\0\0\0\0\xa3\x7f\x4b\x22\x09", 13);
-    const TempFolder folder;
-    const std::string out = folder.file("run"), pattern = out + "/events.out.tfevents.*";
-    const Options options = {{"out", out}, {"steps", "3"}, {"eval-every", "1"}, {"layers", "2"}, {"tensorboard", "1"}};
-    REQUIRE_GOOD(train(options));
+    const std::string head("\x18\0\0\0\0\0\0\0\xa3\x7f\x4b\x22\x09", 13), pattern = out + "/events.out.tfevents.*";
+    REQUIRE_GOOD(run("small --steps=3 --eval-every=1 --layers=2 --tensorboard=1"));
     const std::vector<std::string> first = glob_files(pattern);
     REQUIRE(first.size() == 1);
     CHECK_EQUAL(read_file(first[0]).substr(0, 13), head);
     const auto events = tensorboard_file::read(first[0]);
     REQUIRE(events.size() > 2);
-    CHECK_EQUAL(events[0].version, "brain.Event:2");
-    CHECK(events[1].start && events[1].step == 1);
+    CHECK(events[0].version == "brain.Event:2" && events[1].start && events[1].step == 1);
     std::map<std::pair<int64_t, std::string>, float> scalars;
     for (const auto& event : events)
         for (const auto& [name, value] : event.scalars) scalars[{event.step, name}] = value;
-    int lines = 0;
-    for (const Json& line : log_of(out)) {
+    const std::vector<Json> lines = log_of(out);
+    CHECK_EQUAL(lines.size() + 2, events.size());
+    for (const Json& line : lines) {
         const int64_t step = line.integer("step", "");
-        lines++;
-        if (line.find("val_loss")) CHECK_EQUAL((scalars[{step, "val/loss"}]), float(line.number("val_loss", "")));
+        const auto same = [&](const std::string& name, double value) {
+            CHECK_EQUAL((scalars[{step, name}]), float(value));
+        };
+        if (line.find("val_loss")) same("val/loss", line.number("val_loss", ""));
         if (!line.find("loss")) continue;
-        for (const char* name : {"loss", "lr", "grad_norm", "tokens_per_s", "tokens", "peak_memory_mib"})
-            CHECK_EQUAL((scalars[{step, std::string("train/") + name}]), float(line.number(name, "")));
+        for (const std::string name : {"loss", "lr", "grad_norm", "tokens_per_s", "tokens", "peak_memory_mib"})
+            same("train/" + name, line.number(name, ""));
         for (size_t i = 0; i < 2; i++) {
             const Json& layer = line.array("layers", "")[i];
-            const std::string end = format_text("/layer_%zu", i);
-            CHECK_EQUAL((scalars[{step, "gate_entropy" + end}]), float(layer.number("gate_entropy", "")));
-            CHECK_EQUAL((scalars[{step, "gate_win" + end}]), float(layer.array("gate", "")[2].number("")));
+            same(format_text("gate_entropy/layer_%zu", i), layer.number("gate_entropy", ""));
+            same(format_text("gate_win/layer_%zu", i), layer.array("gate", "")[2].number(""));
         }
         CHECK(!scalars.count({step, "train/loss_z"}));  // unknown until there are 128 steps
     }
-    CHECK_EQUAL(size_t(lines) + 2, events.size());
     // A resume begins a file of its own, which says from which step on it counts.
-    REQUIRE_GOOD(run({"--resume", "--out", out, "--steps", "5"}));
+    REQUIRE_GOOD(run("--resume @/run --steps 5"));
     const std::vector<std::string> both = glob_files(pattern);
     REQUIRE(both.size() == 2);
     const auto later = tensorboard_file::read(both[0] == first[0] ? both[1] : both[0]);
     CHECK(later[1].start && later[1].step == 4 && later.back().step == 5);
     // They are the run's: the next run in this folder moves them aside.
-    REQUIRE_GOOD(train({{"out", out}}));
+    REQUIRE_GOOD(run("small"));
     CHECK(glob_files(pattern).empty() && glob_files(out + ".1/events.out.tfevents.*").size() == 2);
 }

@@ -82,18 +82,17 @@ TEST(run_options_are_parsed_strictly) {
 
 // Each name that others use leads to an option, and none is one.
 TEST(names_of_other_programs_lead_to_options) {
-    for (const auto& other : OTHER_NAMES)
-        CHECK(std::strcmp(option_named(other.option).name, other.option) == 0 &&
-              std::none_of(std::begin(OPTIONS), std::end(OPTIONS),
-                           [&](const Option& o) { return !std::strcmp(o.name, other.typed); }));
+    for (const auto& other : OTHER_NAMES) {
+        CHECK_EQUAL(std::string(option_named(other.option).name), other.option);
+        for (const Option& o : OPTIONS) CHECK(std::strcmp(o.name, other.typed) != 0);
+    }
 }
 
 // No shell would have changed these.
 PROGRAM_TEST(run_takes_odd_names) {
-    const std::string odd = folder.file("a{1..2}~b.txt");
-    write_file(odd, "text");
-    REQUIRE_GOOD(run({"tokenize", "--tokenizer", "bytes", "--in", odd, "--out", folder.file("~{a,b}")}));
-    REQUIRE_GOOD(train({{"prompt", "~/x {a,b}"}, {"out", out}}));
+    write("a{1..2}~b.txt", "text");
+    REQUIRE_GOOD(run("tokenize --tokenizer bytes --in @/a{1..2}~b.txt --out @/~{a,b}"));
+    REQUIRE_GOOD(train({{"prompt", "~/x {a,b}"}}));
     CHECK_EQUAL(shell_word("it's"), "'it'\\''s'");
     CHECK_EQUAL(command_line(parse({"--out", "a b", "--steps", "2"}), ""), "./train_nsa --steps 2 --out 'a b'");
 }
@@ -150,27 +149,21 @@ TEST(run_help_lists_every_option_with_default_and_range) {
             CHECK(holds(line, o.help) && std::strlen(o.help) > 3);
             const size_t facts = line.rfind('(');
             REQUIRE(facts != std::string::npos);
-            const std::string end = std::string(", default ") + (*o.default_text ? o.default_text : "none") + ")";
-            CHECK_EQUAL(line.substr(line.size() - std::min(line.size(), end.size())), end);
+            CHECK(has_ending(line, std::string(", default ") + (*o.default_text ? o.default_text : "none") + ")"));
             char kind[16] = "", range[32] = "";
             if (o.integer || o.real) {
-                CHECK_EQUAL(std::sscanf(line.c_str() + facts, "(%15s %31[^,]", kind, range), 2);
-                const std::string numbers = range;
-                const size_t dots = numbers.find("..");
-                REQUIRE(dots != std::string::npos);
+                REQUIRE(std::sscanf(line.c_str() + facts, "(%15s %31[^,]", kind, range) == 2);
                 CHECK_EQUAL(std::string(kind), std::string(o.integer ? "integer" : "number"));
-                CHECK_EQUAL(std::stod(numbers.substr(0, dots)), o.low);
-                CHECK_EQUAL(std::stod(numbers.substr(dots + 2)), o.high);
+                const char* const dots = std::strstr(range, "..");
+                CHECK(dots && std::stod(range) == o.low && std::stod(dots + 2) == o.high);
             } else if (o.choices) {
                 CHECK_EQUAL(line.substr(facts + 1, std::strlen(o.choices) + 1), std::string(o.choices) + ",");
             }
         }
     }
     for (const VerbName& v : VERBS) CHECK_EQUAL(run({"help", v.name}).out, run({v.name, "--help"}).out);
-    CHECK_EQUAL(run({"help"}).out, run({"--help"}).out);
-    CHECK_EQUAL(run({"-h"}).out, run({"train", "--help"}).out);
-    CHECK_EQUAL(run({"--help"}).out, run({"train", "--help"}).out);
-    CHECK_EQUAL(run({"--help", "--steps", "3"}).status, 0);
+    for (const Words& same : {Words{"help"}, {"-h"}, {"--help"}, {"--help", "--steps", "3"}})
+        CHECK_EQUAL(run(same).out, run({"train", "--help"}).out);
 }
 
 // The line of a preset in --help, given as options, is the preset.
@@ -198,7 +191,6 @@ PROGRAM_TEST(run_options_come_from_a_file) {
         write_file(file, json);
         Config c = parse(joined({"--config", file}, words));
         read_options_file(c, false);
-        CHECK(c.is_given("steps"));
         apply_preset(c);
         return c;
     };
@@ -206,11 +198,9 @@ PROGRAM_TEST(run_options_come_from_a_file) {
         "{\"lr\": 0.003, \"seq_len\": 64, \"head-dim\": 16, \"attention\": \"full\", \"steps\": 7, "
         "\"resume\": true, \"model\": \"125m\"}",
         {"--lr", "0.5"});
-    CHECK(c.lr == 0.5 && c.seq_len == 64 && c.head_dim == 16 && c.attention == "full" && c.steps == 7);
-    CHECK(c.resume && c.layers == 12 && c.warmup == "700");  // the rest as in the file's preset
-    write_file(file, "{\"batch\": \"auto\", \"log_every\": \"auto\"}");
-    Config automatic = parse({"--config", file});
-    read_options_file(automatic, false);
+    CHECK(c.is_given("steps") && c.lr == 0.5 && c.seq_len == 64 && c.head_dim == 16 && c.attention == "full");
+    CHECK(c.steps == 7 && c.resume && c.layers == 12 && c.warmup == "700");  // the rest as in the file's preset
+    const Config automatic = read("{\"batch\": \"auto\", \"log_every\": \"auto\"}");
     CHECK(!automatic.is_given("batch") && automatic.log_every == 0);
     for (const auto& [json, words] : std::vector<std::pair<std::string, std::string>>{
              {"{\"stepz\": 1}", "--stepz is no option (--help lists them)"},
@@ -223,21 +213,18 @@ PROGRAM_TEST(run_options_come_from_a_file) {
         CHECK_FAILS(2, (file + ": " + words).c_str(), read(json));
     CHECK_FAILS(1, "not valid JSON", read("steps = 1"));
     // A run's own run.json begins the same run in another folder.
-    REQUIRE_GOOD(train({{"steps", "3"}, {"out", out}, {"seed", "5"}}));
-    const Result same = run({"--config", out + "/run.json", "--out", out + "2"});
-    REQUIRE_GOOD(same);
+    REQUIRE_GOOD(run("small --steps=3 --seed=5"));
+    REQUIRE_GOOD(run("--config @/run/run.json --out @/run2"));
     CHECK(weights_of(out, 3) == weights_of(out + "2", 3));
-    const Result other = run({"--config", out + "/run.json", "--out", out + "3", "--seed", "6", "--steps=2"});
-    REQUIRE_GOOD(other);
-    for (const char* words : {"/run.json; the command line: --", " --steps 2 (there 3)", " --seed 6 (there 5)"})
-        CHECK(holds(other.out, words));
+    const std::string other = printed("--config @/run/run.json --out @/run3 --seed 6 --steps=2");
+    CHECK(holds(other, "/run.json; the command line: --", " --steps 2 (there 3)", " --seed 6 (there 5)"));
     CHECK(file_exists(out + "3/step_00000002") && file_exists(out + "/step_00000003"));
 }
 
 PROGRAM_TEST(run_without_environment) {
-    REQUIRE_GOOD(train({{"out", folder.file("bare")}}, {{"PATH=/usr/bin:/bin"}, true}));
-    REQUIRE_GOOD(train({{"out", folder.file("usual")}}));
-    CHECK(weights_of(folder.file("bare"), 2) == weights_of(folder.file("usual"), 2));
+    REQUIRE_GOOD(run("small --out=@/bare", {{"PATH=/usr/bin:/bin"}, true}));
+    REQUIRE_GOOD(run("small"));
+    CHECK(weights_of(file("bare"), 2) == weights_of(out, 2));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -246,129 +233,113 @@ PROGRAM_TEST(run_without_environment) {
 // The numbers that tokenize prints, against the files: read, in documents, in tokens, in shards.
 PROGRAM_TEST(run_tokenize_prints_numbers_that_add_up) {
     const std::string text = "\xEF\xBB\xBFone\n--\ntwo\n--\n\n--\nlast", json = "{\"t\": \"four\"}\n{\"t\": \"\"}\n";
-    write_file(folder.file("a.txt"), text), write_file(folder.file("b.jsonl"), json);
+    write("a.txt", text), write("b.jsonl", json);
     struct {
         const char* val_fraction;
         int ends, train, val;
     } const cases[] = {{"0", 4, 18, 0}, {"0.2", 4, 14, 4}, {"0.06", 5, 17, 2}};
     for (const auto& c : cases) {
-        const std::string out = folder.file(std::string("x") + c.val_fraction);
-        const Result r =
-            run({"tokenize", "--tokenizer", "bytes", "--in", folder.file("a.txt"), folder.file("b.jsonl"), "--out", out,
-                 "--text-key", "t", "--split-documents", "\\n--\\n", "--val-fraction", c.val_fraction});
-        REQUIRE_GOOD(r);
-        CHECK(holds(r.out, format_text("read 2 files, %zu bytes", text.size() + json.size())));
+        const std::string fraction = c.val_fraction, shards = file("x" + fraction);
+        const std::string printed_now = printed(
+            "tokenize --tokenizer bytes --in @/a.txt @/b.jsonl --text-key t --split-documents \\n--\\n "
+            "--val-fraction " +
+            fraction + " --out " + shards);
+        CHECK(holds(printed_now, format_text("read 2 files, %zu bytes", text.size() + json.size())));
         // One, two, last and four.
-        CHECK(holds(r.out, format_text("4 documents, 14 bytes of text: 14 tokens + %d end-of-text", c.ends),
-                    format_text("= %d tokens\n", 14 + c.ends)));
-        CHECK(holds(r.out, format_text("train %d + val %d = %d tokens\n", c.train, c.val, c.train + c.val)));
-        CHECK_EQUAL(file_size(out + "_train_000001.bin"), 1024u + 2 * unsigned(c.train));
-        if (c.val) CHECK_EQUAL(file_size(out + "_val_000000.bin"), 1024u + 2 * unsigned(c.val));
+        CHECK(holds(printed_now, format_text("4 documents, 14 bytes of text: 14 tokens + %d end-of-text", c.ends),
+                    format_text("= %d tokens\n", 14 + c.ends),
+                    format_text("train %d + val %d = %d tokens\n", c.train, c.val, c.train + c.val)));
+        CHECK_EQUAL(file_size(shards + "_train_000001.bin"), 1024u + 2 * unsigned(c.train));
+        if (c.val) CHECK_EQUAL(file_size(shards + "_val_000000.bin"), 1024u + 2 * unsigned(c.val));
     }
 }
 
 PROGRAM_TEST(run_tokenize_reads_stdin) {
-    Start start;
-    start.input = folder.file("input");
+    const Start start{{}, false, 0, 0, file("input")};
     const auto tokens = [&](const std::string& text) {
-        write_file(start.input, text);
-        const std::string out = folder.file("x");
-        const Result r =
-            run({"tokenize", "--in", "-", "--out", out, "--tokenizer", "bytes", "--val-fraction", "0"}, start);
+        write("input", text);
+        const Result r = run("tokenize --in - --out @/x --tokenizer bytes --val-fraction 0", start);
         if (r.status) return r.err;
-        const std::string shard = read_file(out + "_train_000001.bin").substr(1024);
-        std::filesystem::remove(out + "_train_000001.bin");
+        const std::string shard = read_file(file("x_train_000001.bin")).substr(1024);
+        std::filesystem::remove(file("x_train_000001.bin"));
         std::string found;
         for (size_t i = 0; i < shard.size(); i += 2) found += shard[i] ? shard[i] : '|';
         return found;
     };
     CHECK_EQUAL(tokens("some text"), "|some text");
     CHECK_EQUAL(tokens("\xEF\xBB\xBF\n {\"text\": \"a\"}\n{\"text\": \"b\"}"), "|a|b");
-    const std::string refused = tokens("{this is no JSON}");
-    CHECK(holds(refused, "stdin, taken as JSON lines since it begins with {: line 1: byte 1: "));
+    CHECK(holds(tokens("{this is no JSON}"), "stdin, taken as JSON lines since it begins with {: line 1: byte 1: "));
     CHECK(holds(tokens(""), "no text in"));
     CHECK(holds(tokens(GZIP_TEXT), "stdin is compressed by gzip"));
 }
 
 // On a terminal, and only there, what takes more than a second shows how far it is.
 PROGRAM_TEST(run_progress_is_shown_on_a_terminal) {
-    const std::string pipe = folder.file("slow.txt");
-    CHECK_EQUAL(mkfifo(pipe.c_str(), 0600), 0);
+    CHECK_EQUAL(mkfifo(file("slow.txt").c_str(), 0600), 0);
     for (const int columns : {0, 80}) {
         std::thread writer([&] {
-            const int fd = open(pipe.c_str(), O_WRONLY | O_CLOEXEC);
-            usleep(2500000);
-            CHECK(write(fd, "words", 5) == 5);
+            const int fd = open(file("slow.txt").c_str(), O_WRONLY | O_CLOEXEC);
+            usleep(1800000);
+            CHECK(::write(fd, "words", 5) == 5);
             close(fd);
         });
         Start start;
-        start.terminal_columns = columns;
-        start.input = pipe;
-        const Result r =
-            run({"tokenize", "--in", "-", "--out", folder.file("x" + std::to_string(columns)), "--tokenizer", "bytes"},
-                start);
+        start.terminal_columns = columns, start.input = file("slow.txt");
+        const Result r = run(format_text("tokenize --in - --tokenizer bytes --out @/x%d", columns), start);
         writer.join();
-        CHECK_EQUAL(r.status, 0);
+        CHECK(r.status == 0 && r.err.empty());
         CHECK_EQUAL(holds(r.out, "\rtokenize: 0:01\x1b[K\r"), columns > 0);
-        CHECK_EQUAL(r.err, std::string());
-        CHECK(!holds(r.out + r.err, "\x1b") || columns);
+        CHECK(!holds(r.out, "\x1b") || columns);
     }
 }
 
 // Every step is in the logs, whatever is printed: one in --log-every, or a line a second.
 PROGRAM_TEST(run_log_every_thins_out_what_is_printed) {
-    const auto printed = [&](const Options& options) {
-        const Result r = train(options);
-        REQUIRE_GOOD(r);
+    const auto steps_of = [&](const std::string& command) {
         std::string steps;
-        for (const std::string& line : lines_of(r.out)) {
+        for (const std::string& line : lines_of(printed(command))) {
             int step;
             if (std::sscanf(line.c_str(), "step %d | loss", &step) == 1 && holds(line, "grad_norm"))
                 steps += std::to_string(step) + " ";
         }
         return steps;
     };
-    CHECK_EQUAL(printed({{"steps", "8"}, {"log-every", "3"}, {"out", out}}), "1 3 6 8 ");
-    CHECK_EQUAL(printed({{"steps", "14"}, {"resume", "on"}, {"log-every", "-"}, {"out", out}}), "9 12 14 ");
-    CHECK_EQUAL(printed({{"steps", "16"}, {"resume", "on"}, {"log-every", "1"}, {"out", out}}), "15 16 ");
+    CHECK_EQUAL(steps_of("small --steps=8 --log-every=3"), "1 3 6 8 ");
+    CHECK_EQUAL(steps_of("small --steps=14 --resume=on --log-every=-"), "9 12 14 ");
+    CHECK_EQUAL(steps_of("small --steps=16 --resume=on --log-every=1"), "15 16 ");
     CHECK_EQUAL(logged(out, "loss").size(), size_t(16));
     // Two hundred steps of a millisecond or two take a second or two: the first, the last, and a line for each second.
     const double begun = seconds_now();
-    const std::string by_second = printed({{"steps", "200"}, {"log-every", "-"}, {"out", folder.file("by_second")}});
+    const std::string by_second = steps_of("small --steps=200 --log-every=- --out=@/by_second");
     CHECK(by_second.compare(0, 2, "1 ") == 0 && by_second.compare(by_second.size() - 5, 5, " 200 ") == 0);
     CHECK(double(std::count(by_second.begin(), by_second.end(), ' ')) <= 3 + (seconds_now() - begun));
 }
 
 // A folder alone is the run that a verb reads, or the one to resume.
 PROGRAM_TEST(run_folders_need_no_option) {
-    const std::string page = folder.file("page.html");
-    REQUIRE_GOOD(train({{"out", out}}));
-    REQUIRE_GOOD(run({"sample", out, "--tokens", "2"}));
-    REQUIRE_GOOD(run({"eval", out, "--val-data", "synthetic", "--eval-batches", "1"}));
-    REQUIRE_GOOD(run({"report", out, out, "--html", page}));
-    const Result resumed = run(joined(words_of(small({{"steps", "3"}})), {"--resume", out}));
-    REQUIRE_GOOD(resumed);
-    CHECK(holds(resumed.out, "weights of " + out + "/step_00000002"));
-    CHECK(holds(resumed.out, "done:   1 step in "));
+    for (const char* command : {"small", "sample @/run --tokens 2", "report @/run @/run --html @/page.html",
+                                "eval @/run --val-data synthetic --eval-batches 1"})
+        REQUIRE_GOOD(run(command));
+    CHECK(holds(printed("--resume @/run --steps 3"), "weights of " + out + "/step_00000002", "done:   1 step in "));
 }
 
 PROGRAM_TEST(run_omp_num_threads_is_bounded_by_the_processors) {
-    const auto with_threads = [&](const char* count) {
-        return execute(joined({"/usr/bin/env", std::string("OMP_NUM_THREADS=") + count, path(), "--out", out},
-                              words_of(small({{"threads", "-"}, {"out", "-"}, {"steps", "1"}}))));
+    const auto with_threads = [&](const std::string& count) {
+        return execute(joined({"/usr/bin/env", "OMP_NUM_THREADS=" + count}, started("small --threads=- --steps=1")));
     };
     const int processors = usable_processors();
     const Result many = with_threads("100000");
     CHECK_EQUAL(many.status, 0);
     CHECK(holds(many.err, "OMP_NUM_THREADS is 100000"));
     CHECK(holds(many.out, counted(processors, "CPU thread") + " each"));
-    for (const char* none : {"abc", "0", "-3"})
-        CHECK(with_threads(none).status == 2 &&
-              holds(with_threads(none).err, std::string("OMP_NUM_THREADS is '") + none + "'"));
+    for (const std::string none : {"abc", "0", "-3"}) {
+        const Result r = with_threads(none);  // libgomp complains too
+        CHECK(r.status == 2 && holds(r.err, "OMP_NUM_THREADS is '" + none + "'"));
+    }
     for (const char* one : {"1,2", "1 ", "1 , 2"}) CHECK(holds(with_threads(one).out, "1 CPU thread each"));
     // The option is taken at its word, with a warning.
     const std::string more = std::to_string(processors + 1);
-    const Result asked = train({{"out", out}, {"steps", "1"}, {"threads", more}});
+    const Result asked = run("small --steps=1 --threads=" + more);
     CHECK_EQUAL(asked.status, 0);
     CHECK(holds(asked.err, "--threads " + more + ", and this rank has "));
     CHECK(holds(asked.out, more + " CPU threads each"));

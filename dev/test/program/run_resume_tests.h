@@ -51,69 +51,56 @@ PROGRAM_TEST(resume_inherits_every_option) {
 
 // What decides the bits of a run that nobody gives again, in the whole program: micro-batch, threads, statistics.
 PROGRAM_TEST(run_resumed_bare_is_the_run) {
-    Options options = {{"batch", "1"}, {"save-every", "2"}, {"schedule", "constant"}, {"optimizer", "muon"}};
-    if (HAVE_BF16) options["cpu-dtype"] = "bf16";
-    for (const char* out : {"whole", "parts"}) {
-        options["steps"] = "4", options["out"] = folder.file(out);
-        REQUIRE_GOOD(train(options));
-    }
-    std::filesystem::remove_all(folder.file("parts/step_00000004"));
-    const Result resumed = run({"--resume", "--out", folder.file("parts")});
-    REQUIRE_GOOD(resumed);
-    CHECK(!holds(resumed.out, "resume: --"));  // nothing has changed
-    CHECK(weights_of(folder.file("whole"), 4) == weights_of(folder.file("parts"), 4));
-    const auto with_statistics = [&](const char* out) {
+    const std::string options = "small --batch=1 --save-every=2 --schedule=constant --optimizer=muon --steps=4" +
+                                std::string(HAVE_BF16 ? " --cpu-dtype=bf16" : "");
+    for (const char* run_folder : {" --out=@/whole", " --out=@/parts"}) REQUIRE_GOOD(run(options + run_folder));
+    std::filesystem::remove_all(file("parts/step_00000004"));
+    const std::string resumed = printed("--resume @/parts");
+    CHECK(!holds(resumed, "resume: --"));  // nothing has changed
+    CHECK(weights_of(file("whole"), 4) == weights_of(file("parts"), 4));
+    const auto with_statistics = [&](const char* run_folder) {
         std::vector<int64_t> steps;
-        for (const Json& line : log_of(folder.file(out)))
-            if (line.find("layers")) steps.push_back(line.integer("step", out));
+        for (const Json& line : log_of(file(run_folder)))
+            if (line.find("layers")) steps.push_back(line.integer("step", run_folder));
         return steps;
     };
     CHECK(with_statistics("parts") == std::vector<int64_t>({1, 2, 3, 4}) &&
           with_statistics("whole") == with_statistics("parts"));
-    CHECK(holds(resumed.out, "1 CPU thread each"));
-    CHECK_REFUSED(run({"--resume", "--out", folder.file("parts"), "--seed", "4"}), 1, "--seed 4", "1337");
-    CHECK_REFUSED(run({"--resume", "--out", folder.file("parts"), "--optimizer", "adamw"}), 1, "--optimizer adamw",
-                  "muon");
+    CHECK(holds(resumed, "1 CPU thread each"));
+    check({{"--resume @/parts --seed 4", 1, {"--seed 4", "1337"}},
+           {"--resume @/parts --optimizer adamw", 1, {"--optimizer adamw", "muon"}}});
     // What is given counts, and what it does to the learning rate is said: linear, from 0.01 to a tenth of it.
-    const Result longer = run({"--resume", "--out", folder.file("parts"), "--steps", "9", "--schedule", "linear"});
-    REQUIRE_GOOD(longer);
-    CHECK(holds(longer.out, "resume: --steps is 9, was 4"));
-    CHECK(holds(longer.out, "the learning rate of step 5 is 5.00e-03, by the earlier options 1.00e-02"));
+    CHECK(holds(printed("--resume @/parts --steps 9 --schedule linear"), "resume: --steps is 9, was 4",
+                "the learning rate of step 5 is 5.00e-03, by the earlier options 1.00e-02"));
 }
 
 // Other shards under the same names train on only if they are told to, and validate with a word.
 PROGRAM_TEST(resume_says_that_validation_has_changed) {
-    const std::string val = folder.file("val.bin");
-    write_file(folder.file("train.bin"), shard(random_tokens(64 * 15 + 1, 1)));
-    const auto resumes = [&](uint64_t seed, const char* steps) {
-        write_file(val, shard(random_tokens(64 * 15 + 1, seed)));
-        const Result r = run({"--resume", out, "--steps", steps});
-        REQUIRE_GOOD(r);
-        return holds(r.out, "resume: validation is on other data");
+    write_small_corpus(folder, "train.bin", 1), write_small_corpus(folder, "val.bin", 2);
+    REQUIRE_GOOD(run("small --data=@/train.bin --val-data=@/val.bin"));
+    const auto is_said = [&](uint64_t seed, const std::string& steps) {
+        write_small_corpus(folder, "val.bin", seed);
+        return holds(printed("--resume @/run --steps " + steps), "resume: validation is on other data");
     };
-    write_file(val, shard(random_tokens(64 * 15 + 1, 2)));
-    REQUIRE_GOOD(train({{"data", folder.file("train.bin")}, {"val-data", val}, {"out", out}}));
-    CHECK(!resumes(2, "3"));
-    CHECK(resumes(3, "4"));
-    CHECK(!resumes(3, "5"));
+    CHECK(!is_said(2, "3"));
+    CHECK(is_said(3, "4"));
+    CHECK(!is_said(3, "5"));
 }
 
 // dev/reference.py, in fp64, repeats a step of either optimiser from one checkpoint to the next, and notices one that
 // is not the next.
-TEST_LONG(pytorch_repeats_an_update) {
-    using namespace program;
+PROGRAM_TEST_LONG(pytorch_repeats_an_update) {
     if (execute({"/usr/bin/env", "python3", "-c", "import torch, numpy"}).status)
         return skip("a step of each optimiser in PyTorch, which python3 does not find");
-    for (const char* optimizer : {"adamw", "muon"}) {
-        TempFolder folder;
-        const std::string out = folder.file("run"), part = folder.file("part"), state = folder.file("state");
-        REQUIRE_GOOD(train({{"optimizer", optimizer}, {"steps", "5"}, {"save-every", "1"}, {"out", out}}));
-        copy_folder(out, part);
+    for (const std::string optimizer : {"adamw", "muon"}) {
+        const std::string run_folder = file(optimizer), part = run_folder + "_part", state = run_folder + "_state";
+        REQUIRE_GOOD(run("small --steps=5 --save-every=1 --optimizer=" + optimizer + " --out=" + run_folder));
+        copy_folder(run_folder, part);
         for (const char* later : {"/step_00000004", "/step_00000005"}) std::filesystem::remove_all(part + later);
-        REQUIRE_GOOD(run({"--resume", part, "--dump-state", state}));
+        REQUIRE_GOOD(run("--resume " + part + " --dump-state " + state));
         const auto compare = [&](const char* after) {
             return execute({"/usr/bin/env", "PYTHONDONTWRITEBYTECODE=1", "python3", "dev/reference.py", "update", state,
-                            out + "/step_00000003", out + after});
+                            run_folder + "/step_00000003", run_folder + after});
         };
         REQUIRE_GOOD(compare("/step_00000004"));
         const Result other = compare("/step_00000005");
@@ -123,7 +110,7 @@ TEST_LONG(pytorch_repeats_an_update) {
 
 // What the machine cannot give is said in the line that names the change; what was given with --resume is kept, or
 // refused elsewhere.
-TEST(resume_gives_up_what_the_machine_cannot_give) {
+PROGRAM_TEST(resume_gives_up_what_the_machine_cannot_give) {
     const GpuSearch gpus = NoEngine::search();
     const bool gpu = gpus.count > 0;
     const auto on_two_processors = [&](Source source) {
@@ -143,43 +130,32 @@ TEST(resume_gives_up_what_the_machine_cannot_give) {
     const Config kept = on_two_processors(Source::COMMAND_LINE);
     CHECK(kept.cpu_dtype == "bf16" && kept.threads == 3 && kept.device == "cuda");
 
-    using namespace program;
-    TempFolder folder;
     const int more = usable_processors() + 1;
-    const Result many = train({{"out", folder.path}, {"threads", std::to_string(more)}});
-    CHECK_EQUAL(many.status, 0);
-    CHECK(holds(many.err, "warning: --threads " + std::to_string(more)));
-    const Result r = run({"--resume", "--steps=3", "--out", folder.path});
-    REQUIRE_GOOD(r);
-    CHECK(
-        holds(r.out, format_text("resume: --threads is auto, was %d: this rank has %d processors\n", more, more - 1)));
+    CHECK(holds(run(format_text("small --threads=%d", more)).err, format_text("warning: --threads %d", more)));
+    CHECK(holds(printed("--resume @/run --steps 3"),
+                format_text("resume: --threads is auto, was %d: this rank has %d processors\n", more, more - 1)));
 }
 
 // run.json may be lost: the newest checkpoint's manifest holds the options. Paths are found from another folder, and
 // the closing command works from there.
 PROGRAM_TEST(run_resumed_elsewhere_and_without_run_json) {
     write_small_corpus(folder, "train.bin", 1);
-    make_folders(folder.file("elsewhere"));
-    const auto in = [&](const std::string& where, const std::string& words) {
-        return execute({"/bin/sh", "-c", "cd " + folder.file(where) + " && " + path() + " " + words});
+    make_folders(file("elsewhere"));
+    const auto in = [&](const std::string& where, const Command& command) {
+        return in_shell("cd " + file(where) + " && \"$@\"", command);
     };
-    std::string words;
-    for (const std::string& word :
-         small_words({{"data", "train.bin"}, {"out", "run"}, {"lr", "0.003"}, {"batch", "1"}}))
-        words += word + " ";
-    REQUIRE_GOOD(in("", words));
-    REQUIRE(std::remove(folder.file("run/run.json").c_str()) == 0);
+    REQUIRE_GOOD(in("", "small --data=train.bin --out=run --lr=0.003 --batch=1"));
+    REQUIRE(std::remove(file("run/run.json").c_str()) == 0);
     const Result r = in("elsewhere", "--resume --out ../run --steps 3");
     REQUIRE_GOOD(r);
     CHECK(holds(r.out, "resume: --steps is 3, was 2\n"));
-    CHECK_EQUAL(logged(folder.file("run"), "lr").back(), 3e-4);  // the end of a schedule from 0.003
-    const std::string begin = "next:   ", next = r.out.substr(r.out.find(begin) + begin.size());
-    const Result sample = execute({"/bin/sh", "-c", "cd " + folder.file("elsewhere") + " && " + next});
-    CHECK_EQUAL(sample.status, 0);
-    write_file(folder.file("run/run.json"), "{\"program\": \"train_nsa\", \"lr\": 11}");
+    CHECK_EQUAL(logged(out, "lr").back(), 3e-4);  // the end of a schedule from 0.003
+    const Words next = {"/bin/sh", "-c", "cd " + file("elsewhere") + " && " + behind(r.out, "next:   ")};
+    CHECK_EQUAL(execute(next).status, 0);
+    write("run/run.json", "{\"program\": \"train_nsa\", \"lr\": 11}");
     CHECK_REFUSED(in("elsewhere", "--resume --out ../run"), 1, "../run/run.json", "--lr", "remove the file");
     for (const char* damaged : {"", "[]", "{}", "{\"lr\""}) {
-        write_file(folder.file("run/run.json"), damaged);
+        write("run/run.json", damaged);
         CHECK_REFUSED(in("elsewhere", "--resume --out ../run"), 1, "../run/run.json: byte", "remove the file");
     }
 }
@@ -188,107 +164,100 @@ PROGRAM_TEST(run_resumed_elsewhere_and_without_run_json) {
 // the loader's own count begins anew.
 PROGRAM_TEST(run_counts_the_tokens_that_it_was_given) {
     write_small_corpus(folder, "a.bin", 1), write_small_corpus(folder, "b.bin", 2);
-    const auto resume = [&](const Words& more) {
-        REQUIRE_GOOD(run(joined({"--resume", "--out", out}, more)));
+    REQUIRE_GOOD(run("small --data=@/a.bin --val-data=@/b.bin"));
+    const auto resume = [&](const std::string& more) {
+        REQUIRE_GOOD(run("--resume @/run " + more));
         std::vector<double> tokens;
         for (const Json& line : log_of(out))
             if (line.find("tokens")) tokens.push_back(line.number("tokens", "log.jsonl"));
         return std::vector<double>(tokens.end() - 3, tokens.end());  // of the start, its step, the validation
     };
-    REQUIRE_GOOD(train({{"data", folder.file("a.bin")}, {"val-data", folder.file("b.bin")}, {"out", out}}));
-    CHECK(resume({"--steps=3", "--total-batch=512"}) == (std::vector<double>{256, 768, 768}));
-    CHECK(resume({"--steps=4", "--total-batch=256"}) == (std::vector<double>{768, 1024, 1024}));
-    CHECK(resume({"--steps=5", "--allow-new-data", "--data", folder.file("b.bin"), "--val-data="}) ==
-          (std::vector<double>{1024, 1024, 1280}));
+    CHECK(resume("--steps=3 --total-batch=512") == (std::vector<double>{256, 768, 768}));
+    CHECK(resume("--steps=4 --total-batch=256") == (std::vector<double>{768, 1024, 1024}));
+    CHECK(resume("--steps=5 --allow-new-data --data @/b.bin --val-data=") == (std::vector<double>{1024, 1024, 1280}));
 }
 
 // The options of a resume that has no step to do are not the run's from then on.
 PROGRAM_TEST(run_resumed_behind_its_end_leaves_run_json) {
     const std::string json = out + "/run.json";
-    REQUIRE_GOOD(train({{"out", out}, {"steps", "4"}, {"save-every", "2"}}));
+    REQUIRE_GOOD(run("small --steps=4 --save-every=2"));
     remove_tree(out + "/step_00000004");
     const std::string before = read_file(json);
-    for (const char* steps : {"--steps=1", "--steps=2", "--steps=0"}) {
-        REQUIRE_GOOD(run({"--resume", "--out", out, steps, "--lr=0.5"}));
+    for (const std::string steps : {"1", "2", "0"}) {
+        REQUIRE_GOOD(run("--resume @/run --lr=0.5 --steps=" + steps));
         CHECK(read_file(json) == before);
     }
-    REQUIRE_GOOD(run({"--resume", "--out", out}));
+    REQUIRE_GOOD(run("--resume @/run"));
     CHECK(file_exists(out + "/step_00000004"));
     CHECK(std::remove(json.c_str()) == 0);
-    REQUIRE_GOOD(run({"--resume", "--out", out, "--steps=1"}));
+    REQUIRE_GOOD(run("--resume @/run --steps=1"));
     CHECK(!file_exists(json));
 }
 
 // A loss that ends above where the run began, before all resumes, is said: of validation or else of training.
 PROGRAM_TEST(run_says_that_it_ends_worse_than_it_began) {
     write_small_corpus(folder, "a.bin", 1), write_small_corpus(folder, "b.bin", 2);
-    for (const std::string val : {"", "b.bin"}) {
-        const auto beginning = [&](const std::string& out, Options more) {
-            more["data"] = folder.file("a.bin"), more["val-data"] = val.empty() ? "" : folder.file(val);
-            more["out"] = folder.file(out + val), more["schedule"] = "constant";
-            const Result r = train(more);
+    for (const std::string val : {"", "@/b.bin"}) {
+        const auto said = [&](const std::string& more) {
+            const Result r = run("small --schedule=constant --data=@/a.bin --val-data=" + val + " " + more);
             CHECK_EQUAL(r.status, 0);
             return r.err.substr(0, r.err.find(" to "));
         };
-        const std::string rose = beginning("worse", {{"lr", "10"}, {"steps", "24"}});
+        const std::string rose = said("--out=@/worse --lr=10 --steps=24");
         CHECK(holds(rose, std::string(val.empty() ? "training" : "validation") + " loss rose from "));
-        CHECK_EQUAL(beginning("worse", {{"lr", "0.001"}, {"steps", "28"}, {"resume", "on"}}), rose);
-        CHECK_EQUAL(beginning("good", {{"steps", "24"}}), "");
+        CHECK_EQUAL(said("--out=@/worse --lr=0.001 --steps=28 --resume=on"), rose);
+        CHECK_EQUAL(said("--out=@/good --steps=24"), "");
     }
 }
 
-// Names with escape sequences do not reach a terminal, whoever prints them.
+// Names with escape sequences do not reach a terminal, whoever prints them. $ is the odd folder.
 PROGRAM_TEST(names_on_stdout_hold_no_escapes) {
-    const std::string odd = folder.file("a\x1b[31m\nb"), text = odd + "/t.txt", out = odd + "/run", shards = odd + "/s";
+    const std::string odd = file("a\x1b[31m\nb");
     make_folders(odd);
-    write_file(text, std::string(3000, 'a') + " and b, and c");
-    const std::string data = shards + "_train_*.bin", val = shards + "_val_*.bin";
-    const std::vector<Words> commands = {
-        {"vocabulary", "--in", text, "--size", "260", "--out", odd + "/v"},
-        {"tokenize", "--in", text, "--tokenizer", "bytes", "--val-fraction", "0.1", "--out", shards},
-        joined(small_words({{"data", data}, {"val-data", val}, {"out", out}, {"hellaswag", odd + "/h"}}), {}),
-        joined(small_words({{"data", data}, {"val-data", val}, {"out", out}}), {}),
-        {"--resume", out, "--steps=3", "--val-data", "x=" + val + ",y=" + val},
-        {"--resume", out, "--steps=4", "--allow-new-data", "--data", val, "--val-data="},
-        {"--init-from", out, "--out", odd + "/second", "--steps=0", "--data", data, "--val-data", val},
-        {"--config", out + "/run.json", "--out", odd + "/third", "--steps=0"},
-        {"eval", "--from", out, "--val-data", val, "--text", text, "--hellaswag", odd + "/h"},
-        {"inspect", "--from", out, "--text", text, "--html", odd + "/i.html", "--json", odd + "/i.json"},
-        {"report", "--from", out},
-        {"report", "--from", out, odd + "/second"},
-        {"report", "--from", out, "--html", odd + "/r.html"},
-        {"export", "--from", out, "--out", odd + "/hf"},
-        {"import", "--from", odd + "/hf", "--out", odd + "/back"},
-    };
+    write_file(odd + "/t.txt", std::string(3000, 'a') + " and b, and c");
     write_file(odd + "/h", "{\"ctx\": \"a\", \"endings\": [\"b\", \"c\"], \"label\": 1}\n");
-    for (const Words& words : commands) {
-        const Result r = run(words);
-        CHECK_EQUAL(words[0] + std::to_string(r.status) + (r.status ? r.err : ""), words[0] + "0");
-        CHECK(!holds(r.out, '\x1b') && !holds(r.err, '\x1b'));
-        CHECK(!holds(r.out, "\nb/"));
+    const std::string data = " --data=$/s_train_*.bin --val-data=$/s_val_*.bin ";
+    for (const std::string& command :
+         {std::string("vocabulary --in $/t.txt --size 260 --out $/v"),
+          std::string("tokenize --in $/t.txt --tokenizer bytes --val-fraction 0.1 --out $/s"),
+          "small --out=$/run --hellaswag=$/h" + data, "small --out=$/run" + data,
+          std::string("--resume $/run --steps=3 --val-data x=$/s_val_*.bin,y=$/s_val_*.bin"),
+          std::string("--resume $/run --steps=4 --allow-new-data --data $/s_val_*.bin --val-data="),
+          "--init-from $/run --out $/second --steps=0" + data,
+          std::string("--config $/run/run.json --out $/third --steps=0"),
+          std::string("eval --from $/run --val-data $/s_val_*.bin --text $/t.txt --hellaswag $/h"),
+          std::string("inspect --from $/run --text $/t.txt --html $/i.html --json $/i.json"),
+          std::string("report --from $/run"), std::string("report --from $/run $/second"),
+          std::string("report --from $/run --html $/r.html"), std::string("export --from $/run --out $/hf"),
+          std::string("import --from $/hf --out $/back")}) {
+        Words words = arguments(command);
+        for (std::string& word : words)
+            for (size_t at; (at = word.find('$')) != std::string::npos;) word.replace(at, 1, odd);
+        const Result r = program::run(words);
+        CHECK_EQUAL(command + std::to_string(r.status) + (r.status ? r.err : ""), command + "0");
+        CHECK(!holds(r.out, '\x1b') && !holds(r.err, '\x1b') && !holds(r.out, "\nb/"));
     }
 }
 
 // A path may have any bytes: it is found again by a resume and by the verbs, and what shows it is UTF-8.
 PROGRAM_TEST(run_takes_paths_that_are_no_utf8) {
-    const std::string odd = folder.file("d\xe9t \xff'\x1b"), out = odd + "/run", name = "d\xe9t \xff'\x1b/x.bin";
+    const std::string odd = file("d\xe9t \xff'\x1b"), run_folder = odd + "/run", name = "d\xe9t \xff'\x1b/x.bin";
     make_folders(odd);
     write_small_corpus(folder, name, 1), write_small_corpus(folder, "b.bin", 2);
-    REQUIRE_GOOD(train({{"data", odd + "/x*.bin"}, {"val-data", folder.file("b.bin")}, {"out", out}}));
-    REQUIRE_GOOD(run({"--resume", "--out", out, "--steps=3"}));
-    REQUIRE(std::remove((out + "/run.json").c_str()) == 0);  // the manifest has it too
-    const Result r = run({"--resume", "--out", out, "--steps=4", "--sample-tokens=1"});
-    REQUIRE_GOOD(r);
-    const std::string options = read_file(out + "/run.json"),
-                      manifest = read_file(out + "/step_00000004/manifest.json");
-    for (const std::string& text : {options, manifest, r.out}) CHECK(!holds(text, "\xe9") && !holds(text, "\x1b"));
+    REQUIRE_GOOD(train({{"data", odd + "/x*.bin"}, {"val-data", file("b.bin")}, {"out", run_folder}}));
+    REQUIRE_GOOD(run({"--resume", run_folder, "--steps=3"}));
+    REQUIRE(std::remove((run_folder + "/run.json").c_str()) == 0);  // the manifest has it too
+    const std::string resumed = printed({"--resume", run_folder, "--steps=4", "--sample-tokens=1"});
+    const std::string options = read_file(run_folder + "/run.json"),
+                      manifest = read_file(run_folder + "/step_00000004/manifest.json");
+    for (const std::string& text : {options, manifest, resumed}) CHECK(!holds(text, "\xe9") && !holds(text, "\x1b"));
     CHECK(parse_own_json(options, "").string("data", "") == odd + "/x*.bin");
-    REQUIRE_GOOD(run({"eval", "--from", out, "--val-data", folder.file("b.bin"), "--json", odd + "/e.json"}));
-    CHECK(parse_own_json(read_file(odd + "/e.json"), "").string("checkpoint", "") == out + "/step_00000004");
+    REQUIRE_GOOD(run({"eval", "--from", run_folder, "--val-data", "@/b.bin", "--json", odd + "/e.json"}));
+    CHECK(parse_own_json(read_file(odd + "/e.json"), "").string("checkpoint", "") == run_folder + "/step_00000004");
     CHECK(parse_own_json(manifest, "").get("state", "").array("shards", "")[0].text == odd + "/x.bin");
-    CHECK_REFUSED(run({"--data", odd + "/*.bin", "--config", folder.file("none")}), 1, "none");
-    REQUIRE_GOOD(run({"report", "--from", out, "--html", folder.file("page.html")}));
-    const std::string page = read_file(folder.file("page.html"));
+    CHECK_REFUSED(run({"--data", odd + "/*.bin", "--config", "@/none"}), 1, "none");
+    REQUIRE_GOOD(run({"report", "--from", run_folder, "--html", "@/page.html"}));
+    const std::string page = read_file(file("page.html"));
     uint32_t code;
     for (size_t i = 0; i < page.size();) {
         const int length = utf8_decode(page.data() + i, page.size() - i, &code);
@@ -296,38 +265,32 @@ PROGRAM_TEST(run_takes_paths_that_are_no_utf8) {
         i += size_t(length);
     }
     // The command that it prints works as it stands, in bash.
-    const std::string begin = "next:   ", next = r.out.substr(r.out.find(begin) + begin.size());
-    CHECK_EQUAL(execute({"/bin/bash", "-c", next}).status, 0);
-    REQUIRE_GOOD(run({"export", "--from", out, "--out", odd + "/hf"}));
+    CHECK_EQUAL(execute({"/bin/bash", "-c", behind(resumed, "next:   ")}).status, 0);
+    REQUIRE_GOOD(run({"export", "--from", run_folder, "--out", odd + "/hf"}));
     CHECK(!holds(read_file(odd + "/hf/README.md"), "\xe9"));
 }
 
 // --init-from brings the weights and the model's shape; only what was given can contradict it.
 PROGRAM_TEST(run_begins_with_the_shape_of_the_weights) {
-    REQUIRE_GOOD(train({{"out", folder.file("first")}}));
-    REQUIRE_GOOD(train({{"out", out}, {"init-from", folder.file("first")}, {"steps", "0"}, {"eval-every", "1"}}));
-    CHECK_EQUAL(logged(out, "val_loss").at(0), logged(folder.file("first"), "val_loss").back());
-    const Words second = {"--init-from=" + folder.file("first"), "--out=" + folder.file("second"), "--steps=0"};
-    const Result r = run(second);
-    REQUIRE_GOOD(r);
-    CHECK(holds(r.out, "7712 parameters (1 layer, width 16"));
-    CHECK(holds(r.out, "weights: those of " + folder.file("first") + "/step_00000002"));
-    CHECK(holds(r.out, "samples of 64 tokens") && !holds(r.out, "next:"));  // no checkpoint is there to sample from
-    CHECK_EQUAL(run(joined(second, {"--seq-len=128"})).status, 0);
-    CHECK_REFUSED(run(joined(second, {"--dim=32"})), 1, "cannot begin from", "dim is 16 there and 32", "leave");
+    REQUIRE_GOOD(run("small --out=@/first"));
+    REQUIRE_GOOD(run("small --init-from=@/first --steps=0 --eval-every=1"));
+    CHECK_EQUAL(logged(out, "val_loss").at(0), logged(file("first"), "val_loss").back());
+    const std::string second = "--init-from=@/first --out=@/second --steps=0 ", begun = printed(second);
+    CHECK(holds(begun, "7712 parameters (1 layer, width 16", "samples of 64 tokens",
+                "weights: those of " + file("first") + "/step_00000002"));
+    CHECK(!holds(begun, "next:"));  // no checkpoint is there to sample from
+    CHECK_EQUAL(run(second + "--seq-len=128").status, 0);
+    CHECK_REFUSED(run(second + "--dim=32"), 1, "cannot begin from", "dim is 16 there and 32", "leave");
     // RoPE's base is no shape: the same weights begin with another one, which is the new run's, and eval's.
-    const std::string longer = folder.file("longer");
-    REQUIRE_GOOD(run({"--init-from=" + folder.file("first"), "--out=" + longer, "--steps=1", "--warmup=0", "--lr=1e-30",
-                      "--weight-decay=0", "--seq-len=128", "--rope-base=3000000", "--eval-batches=1", "--threads=1"}));
-    CHECK(weights_of(longer, 1) == weights_of(folder.file("first"), 2));
-    CHECK_REFUSED(run({"--resume", "--out=" + longer, "--rope-base=10000"}), 1, "cannot resume from",
+    REQUIRE_GOOD(
+        run("--init-from=@/first --out=@/longer --steps=1 --warmup=0 --lr=1e-30 --weight-decay=0 "
+            "--seq-len=128 --rope-base=3000000 --eval-batches=1 --threads=1"));
+    CHECK(weights_of(file("longer"), 1) == weights_of(file("first"), 2));
+    CHECK_REFUSED(run("--resume @/longer --rope-base=10000"), 1, "cannot resume from",
                   "rope_base is 3000000 there and 10000 in this run", "--init-from");
-    const Words eval = {"eval", "--val-data=synthetic", "--threads=1", "--seq-len=128", "--from"};
-    const Result at_10000 = run(joined(eval, {folder.file("first")})), at_3000000 = run(joined(eval, {longer}));
-    REQUIRE_GOOD(at_10000);
-    REQUIRE_GOOD(at_3000000);
-    CHECK(holds(at_3000000.out, format_text("loss %.4f", logged(longer, "val_loss").back())));
-    CHECK(!holds(at_10000.out, format_text("loss %.4f", logged(longer, "val_loss").back())));
+    const std::string eval = "eval --val-data=synthetic --threads=1 --seq-len=128 --from ",
+                      loss = format_text("loss %.4f", logged(file("longer"), "val_loss").back());
+    CHECK(holds(printed(eval + "@/longer"), loss) && !holds(printed(eval + "@/first"), loss));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -336,45 +299,44 @@ PROGRAM_TEST(run_begins_with_the_shape_of_the_weights) {
 // A shard that is cut off or damaged in the middle of a run without --save-every: what was learnt is saved, on one rank
 // and on two, and the run goes on from there.
 PROGRAM_TEST(run_bad_data_in_the_middle_keeps_what_was_learnt) {
-    const std::string file = folder.file("train.bin"), whole = shard(random_tokens(64 * 4000 + 1, 1));
-    const std::string mpirun = find_mpirun("bad data on two ranks");
+    const std::string data = file("train.bin"), whole = shard(random_tokens(64 * 4000 + 1, 1));
+    const bool has_ranks = find_ranks("bad data on two ranks");
     for (const int ranks : {1, 2}) {
-        if (ranks == 2 && mpirun.empty()) continue;
-        const std::string out = folder.file(format_text("run%d", ranks));
-        write_file(file, whole);
-        const Options options = {
-            {"data", file}, {"out", out}, {"steps", "1000000"}, {"batch", "1"}, {"eval-every", "0"}};
+        if (ranks == 2 && !has_ranks) continue;
+        const std::string run_folder = file(format_text("run%d", ranks));
+        write_file(data, whole);
         std::thread damage([&] {
-            const std::string log = out + "/main.log";
+            const std::string log = run_folder + "/main.log";
             for (int i = 0; i < 3000 && (!file_exists(log) || !holds(read_file(log), "s:3 ")); i++) usleep(10000);
             const std::string bad = shard(std::vector<uint16_t>(64 * 4000 + 1, 300));
-            if (ranks == 1) std::filesystem::resize_file(file, 1024);
-            else std::fstream(file, std::ios::in | std::ios::out).write(bad.data(), bad.size());
+            if (ranks == 1) std::filesystem::resize_file(data, 1024);
+            else std::fstream(data, std::ios::in | std::ios::out).write(bad.data(), bad.size());
         });
-        const Result r = train_on_ranks(mpirun, ranks, options);
+        const Result r =
+            run_on(ranks, "small --data=@/train.bin --steps=1000000 --batch=1 --eval-every=0 --out=" + run_folder);
         damage.join();
-        const int64_t last = checkpoint_steps(out).empty() ? 0 : checkpoint_steps(out)[0];
+        const int64_t last = checkpoint_steps(run_folder).empty() ? 0 : checkpoint_steps(run_folder)[0];
         CHECK(last >= 3);
-        const std::string saved = checkpoint_folder(out, last);
-        CHECK_EQUAL(int64_t(logged(out, "loss").size()), last);
-        if (ranks == 1) CHECK_REFUSED(r, 1, file, "was cut off", "the last good checkpoint is " + saved);
-        else CHECK(r.status != 0 && holds(r.err, "token 300 at byte", "the last good checkpoint is " + saved));
-        write_file(file, whole);
-        const std::string steps = "--steps=" + std::to_string(last + 2);
-        Result again = run({"--resume", "--out", out, steps});
+        const std::string saved = "the last good checkpoint is " + checkpoint_folder(run_folder, last);
+        CHECK_EQUAL(int64_t(logged(run_folder, "loss").size()), last);
+        if (ranks == 1) CHECK_REFUSED(r, 1, data, "was cut off", saved);
+        else CHECK(r.status != 0 && holds(r.err, "token 300 at byte", saved));
+        write_file(data, whole);
+        const std::string resume = "--resume " + run_folder + format_text(" --steps=%lld", (long long)(last + 2));
+        Result again = run(resume);
         for (int i = 0; i < 50 && holds(again.err, "another run is at work"); i++) {
             usleep(100000);  // mpirun may end before its ranks have let go of the folder
-            again = run({"--resume", "--out", out, steps});
+            again = run(resume);
         }
         REQUIRE_GOOD(again);
-        CHECK(file_exists(checkpoint_folder(out, last + 2)));
+        CHECK(file_exists(checkpoint_folder(run_folder, last + 2)));
     }
 }
 
 // Weights that grow without bounds: each step multiplies them by 1 - lr * decay = -99, until products overflow. The
 // last ones that were good are kept, and nothing is removed for them.
 PROGRAM_TEST(run_bad_numbers_keep_what_was_learnt) {
-    const Result r = train_with("--steps=100 --lr=10 --weight-decay=10 --schedule=constant --keep=1 --out=" + out);
+    const Result r = run("small --steps=100 --lr=10 --weight-decay=10 --schedule=constant --keep=1");
     CHECK_EQUAL(r.status, 1);
     REQUIRE(checkpoint_steps(out).size() == 1);
     const std::string saved = checkpoint_folder(out, checkpoint_steps(out)[0]);
@@ -385,9 +347,9 @@ PROGRAM_TEST(run_bad_numbers_keep_what_was_learnt) {
 
 // A sample that cannot be made, here one of more than a terabyte of keys and values, is a warning and not the end.
 PROGRAM_TEST(run_goes_on_without_a_sample) {
-    const Result r = train_with(
-        "--layers=100 --heads=1 --head-dim=512 --batch=1 --total-batch=64 --steps=1 --sample-tokens=1000000 --out=" +
-        out);
+    const Result r =
+        run("small --layers=100 --heads=1 --head-dim=512 --batch=1 --total-batch=64 --steps=1 "
+            "--sample-tokens=1000000");
     CHECK_EQUAL(r.status, 0);
     CHECK(holds(r.err, "warning: no sample: a sample of 1000000 tokens"));
 }

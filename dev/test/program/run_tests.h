@@ -8,105 +8,77 @@
 
 // What is printed does not go into the first file that is opened, where stdout, stderr or stdin is closed.
 PROGRAM_TEST(run_with_closed_streams) {
-    CHECK_EQUAL(in_shell(small_words({{"out", out}, {"steps", "3"}}), ">&-").status, 1);
+    CHECK_EQUAL(in_shell("\"$@\" >&-", "small --steps=3").status, 1);
     const std::vector<std::string> beats = lines_of(read_file(out + "/heartbeat_rank0.jsonl"));
     CHECK_EQUAL(beats.size(), 3u);
-    for (const std::string& line : beats)
-        CHECK_EQUAL(parse_json(line, "heartbeat").string("phase", "heartbeat").empty(), false);
-    write_file(folder.file("a.txt"), std::string(100000, 'a'));
-    for (const char* redirection : {"", "2>&-"}) {
-        const std::string prefix = folder.file(*redirection ? "closed" : "open");
-        CHECK_EQUAL(
-            in_shell({"tokenize", "--tokenizer", "bytes", "--in", folder.file("a.txt"), "--out", prefix}, redirection)
-                .status,
-            0);
-    }
+    for (const std::string& line : beats) CHECK(!parse_json(line, "heartbeat").string("phase", "heartbeat").empty());
+    write("a.txt", std::string(100000, 'a'));
+    for (const char* script : {"\"$@\" --out open", "\"$@\" --out closed 2>&-"})
+        CHECK_EQUAL(in_shell("cd " + folder.path + "; " + script, "tokenize --tokenizer bytes --in @/a.txt").status, 0);
     for (const char* shard : {"_train_000001.bin", "_val_000000.bin"})
-        CHECK(read_file(folder.file(std::string("closed") + shard)) ==
-              read_file(folder.file(std::string("open") + shard)));
+        CHECK(read_file(file(std::string("closed") + shard)) == read_file(file(std::string("open") + shard)));
 }
 // The reader is gone after a line: a checkpoint is written, as after SIGTERM.
 PROGRAM_TEST(run_reader_that_goes_stops_it) {
-    const Result piped = in_shell(
-        small_words({{"out", folder.file("piped")}, {"steps", "1000000"}, {"eval-every", "0"}}), "| head -n 1");
+    const Result piped = in_shell("\"$@\" | head -n 1", "small --steps=1000000 --eval-every=0");
     CHECK_EQUAL(piped.status, 75);
     CHECK_EQUAL(lines_of(piped.out).size(), 1u);
-    CHECK_EQUAL(glob_files(folder.file("piped") + "/step_*").size(), 1u);
+    CHECK_EQUAL(glob_files(out + "/step_*").size(), 1u);
 }
 PROGRAM_TEST(run_has_its_folder_to_itself) {
-    REQUIRE_GOOD(train({{"out", out}}));
+    REQUIRE_GOOD(run("small"));
     const int other = open(out.c_str(), O_RDONLY | O_DIRECTORY);  // as another run does
     CHECK_EQUAL(flock(other, LOCK_EX | LOCK_NB), 0);
-    for (const char* resume : {"-", "on"})
-        CHECK_REFUSED(train({{"out", out}, {"resume", resume}, {"steps", "3"}}), 1, "--out", out, "another run");
+    for (const char* command : {"small --out=@/run --steps=3", "small --out=@/run --steps=3 --resume=on"})
+        check({{command, 1, {"--out", "@/run", "another run"}}});
     CHECK(!file_exists(out + ".1"));
     close(other);
-    REQUIRE_GOOD(train({{"out", out}, {"resume", "on"}, {"steps", "3"}}));
+    REQUIRE_GOOD(run("small --resume=on --steps=3"));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Ranks.
 
-PROGRAM_TEST(run_error_on_one_rank_ends_all) {
-    const std::string mpirun = find_mpirun("an error on one rank");
-    if (mpirun.empty()) return;
+RANKS_TEST(run_error_on_one_rank_ends_all) {
     write_good_and_bad_shard(folder);
-    const Options options = {{"data", folder.file("train_*.bin")}, {"batch", "1"}, {"steps", "20"}, {"out", out}};
-    const Result r = train_on_ranks(mpirun, 2, options);
-    CHECK(r.status != 0 && r.status != 1000);
-    CHECK(r.seconds < 20);
-    CHECK(holds(r.err, "train_nsa: rank 1 on ", "token 300", folder.file("train_1.bin")));
-    CHECK(!file_exists(folder.file("run/step_00000020")));
-    // Errors of all ranks, and usage.
-    const Result none =
-        train_on_ranks(mpirun, 2, {{"data", folder.file("none*")}, {"batch", "1"}, {"out", folder.file("run2")}});
-    CHECK(none.status != 0 && none.status != 1000 && holds(none.err, folder.file("none*"), "rank "));
-    const Result dump =
-        train_on_ranks(mpirun, 2, {{"dump-state", folder.file("state")}, {"batch", "1"}, {"out", folder.file("run2")}});
-    CHECK(dump.status != 0 && holds(dump.err, "--dump-state"));
-    const Result sample = execute({mpirun, "-np", "2", program::path(), "sample", "--from", "x"});
-    CHECK(sample.status != 0 && holds(sample.err, "without mpirun"));
-    CHECK(!file_exists(folder.file("run2")));
-}
-
-PROGRAM_TEST(run_eval_on_two_ranks_equals_one) {
-    const std::string mpirun = find_mpirun("eval on 2 ranks");
-    if (mpirun.empty()) return;
-    REQUIRE_GOOD(train({{"out", out}}));
-    write_file(folder.file("val.bin"), shard(random_tokens(64 * 8 + 1, 1)));
-    const Words words = {path(), "eval", "--from", out, "--val-data", folder.file("val.bin"), "--threads", "1"};
-    const Result one = execute(words), two = execute(joined({mpirun, "-np", "2"}, words));
-    REQUIRE_GOOD(one);
-    CHECK(holds(one.out, "on 512 tokens (8 of 8 samples of 64)"));
-    CHECK_EQUAL(two.out, one.out);
+    const struct {
+        Command command;
+        Words named;
+    } cases[] = {
+        {"small --batch=1 --data=@/train_*.bin --steps=20", {"train_nsa: rank 1 on ", "token 300", "@/train_1.bin"}},
+        // Errors of all ranks, and usage.
+        {"small --batch=1 --data=@/none* --out=@/run2", {"@/none*", "rank "}},
+        {"small --batch=1 --dump-state=@/state --out=@/run2", {"--dump-state"}},
+        {"sample --from x", {"without mpirun"}}};
+    for (const auto& c : cases) {
+        const Result r = run_on(2, c.command);
+        CHECK(r.status != 0 && r.status != 1000 && r.seconds < 20);
+        for (const std::string& word : place(c.named)) CHECK(holds(r.err, word));
+    }
+    CHECK(!file_exists(out + "/step_00000020") && !file_exists(out + "2"));
 }
 
 // Where a launcher's variables say that there are two processes and MPI sees one, two runs would write over each other.
 PROGRAM_TEST(run_refuses_to_be_independent_copies) {
     for (const char* variable : {"PMI_SIZE=2", "OMPI_COMM_WORLD_SIZE=2"}) {
-        const Result r = train({{"out", out}}, {{variable}});
+        const Result r = run("small", {{variable}});
         CHECK(r.status == 1 || r.status == 2);
         CHECK_REFUSED(r, r.status, "2 ", "mpirun");
     }
-    CHECK_EQUAL(glob_files(folder.file("*")).size(), 0u);
+    CHECK_EQUAL(glob_files(file("*")).size(), 0u);
 }
 
 // What a cluster's shell has in its environment is nothing to what is one process.
 PROGRAM_TEST(run_verbs_of_one_process_ignore_launchers) {
-    write_file(folder.file("a.txt"), "words");
-    size_t runs = 0;
+    write("a.txt", "words");
     for (const char* variable : {"SLURM_NTASKS=8192", "SLURM_NTASKS=", "SLURM_STEP_ID=abc", "WORLD_SIZE=8", "RANK=1",
                                  "RANK=", "LOCAL_RANK=x"}) {
-        Start start{{variable}};
-        if (runs % 2) start.environment.push_back("SLURM_NTASKS=many");
-        const std::string out = folder.file("t" + std::to_string(runs++));
-        for (const Words& words : {Words{"--version"},
-                                   {"train", "--help"},
-                                   {"help", "eval"},
-                                   {"tokenize", "--tokenizer", "bytes", "--in", folder.file("a.txt"), "--out", out}})
-            REQUIRE_GOOD(run(words, start));
+        const Start start{{variable, *variable == 'S' ? "RANK=0" : "SLURM_NTASKS=many"}};
+        const std::string tokenize = "tokenize --tokenizer bytes --in @/a.txt --out @/";
+        for (const std::string& command : {std::string("--version"), std::string("help eval"), tokenize + variable})
+            REQUIRE_GOOD(run(command, start));
     }
-    REQUIRE_GOOD(train({{"out", out}, {"steps", "1"}}, {{"SLURM_NTASKS=8192"}}));
+    REQUIRE_GOOD(run("small --steps=1", {{"SLURM_NTASKS=8192"}}));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -114,15 +86,7 @@ PROGRAM_TEST(run_verbs_of_one_process_ignore_launchers) {
 
 namespace program {
 
-// About `bytes` of text: FineWeb-Edu where it lies beside the checkout, else sentences of the synthetic corpus.
-inline std::string real_text(size_t bytes) {
-    const std::string file = "../shared/data/fineweb_edu_sample.txt";
-    std::string text;
-    if (file_exists(file)) return read_file(file).substr(0, bytes);
-    SyntheticRandom random(1, 1);
-    while (text.size() < bytes) append_synthetic_sentence(text, random, "tailor");
-    return text;
-}
+inline std::string documents() { return read_file("README.md") + read_file("dev/GUIDE.md") + read_file("dev/LOG.md"); }
 
 struct EvalLine {
     unsigned long long tokens = 0, samples = 0, all_samples = 0;
@@ -130,219 +94,185 @@ struct EvalLine {
 };
 inline EvalLine parse_eval(const std::string& out) {
     EvalLine e;
-    std::smatch m;
-    static const std::regex form(
-        ".* on ([0-9]+) tokens \\(([0-9]+) of ([0-9]+) samples of 64\\): loss ([0-9.]+), perplexity ([0-9.]+), bits "
-        "per byte ([0-9.]+)\n");
-    REQUIRE(std::regex_search(out, m, form, std::regex_constants::match_continuous));
-    e.tokens = std::stoull(m[1]), e.samples = std::stoull(m[2]), e.all_samples = std::stoull(m[3]);
-    e.loss = std::stod(m[4]), e.perplexity = std::stod(m[5]), e.bits_per_byte = std::stod(m[6]);
+    const char* const form =
+        " on %llu tokens (%llu of %llu samples of 64): loss %lf, perplexity %lf, bits per byte %lf\n";
+    REQUIRE(std::sscanf(out.c_str() + std::min(out.find(" on "), out.size()), form, &e.tokens, &e.samples,
+                        &e.all_samples, &e.loss, &e.perplexity, &e.bits_per_byte) == 6);
     CHECK_NEAR(e.perplexity, std::exp(e.loss),
                5e-5 * std::exp(e.loss) + 5e-4);  // loss and perplexity were rounded to 4 and 3 digits
     return e;
 }
 
 // What every trained model must do with a prompt.
-inline void check_samples(const std::string& from, const Words& more) {
-    const auto sample = [&](const Words& words) {
-        const Result r = run(joined(
-            joined({"sample", "--from", from, "--prompt", "The history of", "--tokens", "24", "--threads", "1"}, more),
-            words));
-        REQUIRE_GOOD(r);
-        CHECK_EQUAL(r.out.substr(0, 14), "The history of");
-        CHECK(r.out.size() > 15 && r.out.back() == '\n');
-        return r.out;
+inline void check_samples(const InFolder& in) {
+    const auto sample = [&](const std::string& more) {
+        const std::string text = in.printed(joined(
+            {"sample", "--from=@/run", "--prompt=The history of", "--tokens=24", "--threads=1"}, parse_words(more)));
+        CHECK_EQUAL(text.substr(0, 14), "The history of");
+        CHECK(text.size() > 15 && text.back() == '\n');
+        return text;
     };
-    const std::string first = sample({"--seed", "1"});
-    CHECK_EQUAL(sample({"--seed", "1"}), first);
-    CHECK(sample({"--seed", "2"}) != first);
-    const std::string likeliest = sample({"--seed", "1", "--temperature", "0"});
-    CHECK_EQUAL(sample({"--seed", "2", "--temperature", "0"}), likeliest);
-    CHECK_EQUAL(sample({"--seed", "3", "--top-k", "1"}), likeliest);
-    CHECK_EQUAL(sample({"--seed", "4", "--top-p", "0"}), likeliest);
-    CHECK_EQUAL(run(joined({"sample", "--from", from, "--prompt=--x", "--tokens", "0"}, more)).out, "--x\n");
-    const Result new_document = run(joined({"sample", "--from", from, "--tokens", "5"}, more));
-    CHECK(new_document.status == 0 && new_document.out.size() >= 2);
+    const std::string first = sample("--seed 1"), likeliest = sample("--seed 1 --temperature 0");
+    CHECK_EQUAL(sample("--seed 1"), first);
+    CHECK(sample("--seed 2") != first);
+    for (const char* greedy : {"--seed 2 --temperature 0", "--seed 3 --top-k 1", "--seed 4 --top-p 0"})
+        CHECK_EQUAL(sample(greedy), likeliest);
+    CHECK_EQUAL(in.printed("sample --from @/run --prompt=--x --tokens 0"), "--x\n");
+    CHECK(in.printed("sample --from @/run --tokens 5").size() >= 2);  // a new document
 }
 
 }  // namespace program
 
 PROGRAM_TEST(run_from_text_to_sample_with_bytes) {
-    write_file(folder.file("a.txt"), real_text(200000));
-    const Result tokenized = run({"tokenize", "--tokenizer", "bytes", "--in", folder.file("a.txt"), "--out",
-                                  folder.file("shards/a"), "--val-fraction", "0.05", "--threads", "2"});
-    CHECK_EQUAL(tokenized.status, 0);
-    CHECK_EQUAL(file_size(folder.file("shards/a_train_000001.bin")) + file_size(folder.file("shards/a_val_000000.bin")),
-                2 * 1024 + 2 * (file_size(folder.file("a.txt")) + 2));
-    const std::string val = folder.file("shards/a_val_*.bin");
-    const Result trained = train_with(
-        "--steps=30 --batch=8 --total-batch=1024 --dim=32 --eval-batches=1000 --sample-tokens=40 --prompt=The "
-        "--init=standard --seed=3 --data=" +
-        folder.file("shards/a_train_*.bin") + " --val-data=" + val + " --out=" + out);
-    REQUIRE_GOOD(trained);
+    write("a.txt", documents());
+    CHECK_EQUAL(run("tokenize --tokenizer bytes --in @/a.txt --out @/s/a --val-fraction 0.05 --threads 2").status, 0);
+    CHECK_EQUAL(file_size(file("s/a_train_000001.bin")) + file_size(file("s/a_val_000000.bin")),
+                2 * 1024 + 2 * (file_size(file("a.txt")) + 2));
+    const std::string trained = printed(
+        "small --steps=30 --batch=8 --total-batch=1024 --dim=32 --eval-batches=1000 --sample-tokens=40 --prompt=The "
+        "--init=standard --seed=3 --data=@/s/a_train_*.bin --val-data=@/s/a_val_*.bin");
     const std::vector<double> losses = logged(out, "val_loss");
     REQUIRE(losses.size() == 2);
     CHECK_NEAR(losses[0], std::log(256.0), 0.2);  // an untrained model knows nothing
     CHECK(losses[1] < losses[0] - 1.5);
     CHECK_NEAR(logged(out, "bits_per_byte")[1], losses[1] / std::log(2.0), 1e-5);  // a token is a byte
 
-    const Words eval = {"eval", "--from", out, "--val-data", val, "--threads", "1"};
-    const Result all = run(eval), same = run(joined(eval, {"--batch", "8"})),
-                 part = run(joined(eval, {"--batch", "8", "--eval-batches", "2"}));
-    for (const Result* r : {&all, &same, &part}) REQUIRE_GOOD(*r);
-    const EvalLine a = parse_eval(all.out), s = parse_eval(same.out), p = parse_eval(part.out);
+    const auto eval = [&](const std::string& more) {
+        const EvalLine e = parse_eval(printed("eval --from @/run --val-data @/s/a_val_*.bin --threads 1 " + more));
+        CHECK_NEAR(e.bits_per_byte, e.loss / std::log(2.0), 1.3e-4);  // both rounded to four digits
+        return e;
+    };
     // Every token but the first is asked for once, those behind the last whole sample too.
-    const uint64_t targets = (file_size(folder.file("shards/a_val_000000.bin")) - 1024) / 2 - 1;
-    CHECK_EQUAL(a.tokens, targets);
-    CHECK_EQUAL(a.all_samples, (targets + 63) / 64);
-    CHECK(a.samples == a.all_samples && s.samples == a.samples);
+    const EvalLine all = eval("");
+    const uint64_t targets = (file_size(file("s/a_val_000000.bin")) - 1024) / 2 - 1;
+    CHECK_EQUAL(all.tokens, targets);
+    CHECK(all.all_samples == (targets + 63) / 64 && all.samples == all.all_samples);
+    for (const char* batch : {"--batch 8", "--batch 60000"})  // the second more than there are samples
+        CHECK_NEAR(eval(batch).loss, all.loss, 1e-4);         // printed with four digits
+    CHECK_EQUAL(eval("--batch 8 --eval-batches 2").tokens, 2 * 8 * 64ull);
     // What training said at its end, on the same samples: the whole ones.
-    const Result ends = run(joined(eval, {"--batch", "1", "--eval-batches", std::to_string(targets / 64)}));
-    REQUIRE_GOOD(ends);
-    CHECK_NEAR(parse_eval(ends.out).loss, losses[1], 1e-4);
-    CHECK_EQUAL(p.tokens, 2 * 8 * 64ull);
-    for (const EvalLine* e : {&a, &s, &p})
-        CHECK_NEAR(e->bits_per_byte, e->loss / std::log(2.0), 1.3e-4);  // both rounded to four digits
-    const Result whole = run(joined(eval, {"--batch", "60000"}));       // more than there are samples
-    REQUIRE_GOOD(whole);
-    CHECK_NEAR(parse_eval(whole.out).loss, a.loss, 1e-4);
-    CHECK_NEAR(s.loss, a.loss, 1e-4);  // printed with four digits
+    CHECK_NEAR(eval("--batch 1 --eval-batches " + std::to_string(targets / 64)).loss, losses[1], 1e-4);
 
     // The sample that training wrote at its end is the one that the verb writes.
-    const size_t begin = trained.out.find("--- sample at step 30, 40 tokens ---\n");
-    REQUIRE(begin != std::string::npos);
-    const size_t text = trained.out.find('\n', begin) + 1, end = trained.out.rfind("---\ndone:");
-    REQUIRE(end != std::string::npos && end > text);
-    CHECK_EQUAL(
-        run({"sample", "--from", out, "--prompt", "The", "--tokens", "40", "--seed", "3", "--threads", "1"}).out,
-        trained.out.substr(text, end - text));
-    check_samples(out, {});
+    const std::string begin = "--- sample at step 30, 40 tokens ---\n";
+    const size_t text = trained.find(begin) + begin.size(), end = trained.rfind("---\ndone:");
+    REQUIRE(holds(trained, begin) && end != std::string::npos && end > text);
+    CHECK_EQUAL(printed("sample --from @/run --prompt The --tokens 40 --seed 3 --threads 1"),
+                trained.substr(text, end - text));
+    check_samples(*this);
 }
 
 // Prompts from files, one after the other: each has what it has alone.
 PROGRAM_TEST(run_sample_takes_prompts_from_files) {
-    REQUIRE_GOOD(train({{"steps", "20"}, {"out", out}}));
-    const auto sample = [&](const Words& words, const Start& start = {}) {
-        return run(joined({"sample", "--from", out, "--tokens", "12", "--threads", "1", "--past-end"}, words), start);
+    REQUIRE_GOOD(run("small --steps=20"));
+    const auto sample = [&](const Words& words, const std::string& input = "") {
+        Start start;
+        start.input = input;
+        return run(joined({"sample", "--from=@/run", "--tokens=12", "--threads=1", "--past-end"}, words), start).out;
     };
-    const std::string one = sample({"--prompt", "First\nprompt"}).out, two = sample({"--prompt", "Second"}).out,
-                      three = sample({"--prompt", "\"3\""}).out;
-    write_file(folder.file("one"), "First\nprompt\r\n"), write_file(folder.file("two"), "Second");
-    write_file(folder.file("more.jsonl"), "{\"text\": \"Second\"}\n\n{\"text\": \"\\\"3\\\"\"}\n");
-    REQUIRE_GOOD(sample({"--prompt-file", folder.file("one")}));
-    CHECK_EQUAL(sample({"--prompt-file", folder.file("one")}).out, one);
-    CHECK_EQUAL(
-        sample({"--prompt-file", folder.file("one"), folder.file("more.jsonl")}).out,
-        "--- prompt 1 of 3 ---\n" + one + "\n--- prompt 2 of 3 ---\n" + two + "\n--- prompt 3 of 3 ---\n" + three);
-    write_file(folder.file("empty.jsonl"), "{\"text\": \"Second\"}\n{\"text\": \"\"}\n{\"text\": \"\\\"3\\\"\"}\n");
-    CHECK_EQUAL(sample({"--prompt-file", folder.file("empty.jsonl")}).out,
-                "--- prompt 1 of 3 ---\n" + two + "\n--- prompt 2 of 3 ---\n" + sample({}).out +
-                    "\n--- prompt 3 of 3 ---\n" + three);
-    write_file(folder.file("marked"), "One.<|endoftext|>Two.");
-    for (const Words& words : {Words{"sample", "--prompt-file"}, Words{"eval", "--text"},
-                               Words{"inspect", "--json", folder.file("inspected"), "--text"}}) {
-        const Result marked = run(joined(words, {folder.file("marked"), "--from", out, "--threads", "1"}));
-        CHECK_EQUAL(marked.status, 0);
-        CHECK(holds(marked.err, "<|endoftext|>"));
-    }
-    // Of many documents one line, and one where bytes are no UTF-8, as those of another encoding.
-    write_file(folder.file("marked.jsonl"), "{\"text\": \"1<|endoftext|>\"}\n{\"text\": \"2<|endoftext|>\"}\n");
-    write_file(folder.file("latin.txt"), "caf\xe9");
-    for (const Words& words : {Words{"sample", "--prompt-file"}, Words{"eval", "--text"}}) {
+    const std::string one = sample({"--prompt", "First\nprompt"}), two = sample({"--prompt", "Second"}),
+                      three = sample({"--prompt", "\"3\""}), none = sample({});
+    const auto of_three = [](const std::string& a, const std::string& b, const std::string& c) {
+        return "--- prompt 1 of 3 ---\n" + a + "\n--- prompt 2 of 3 ---\n" + b + "\n--- prompt 3 of 3 ---\n" + c;
+    };
+    write("one", "First\nprompt\r\n"), write("two", "Second");
+    write("more.jsonl", "{\"text\": \"Second\"}\n\n{\"text\": \"\\\"3\\\"\"}\n");
+    write("empty.jsonl", "{\"text\": \"Second\"}\n{\"text\": \"\"}\n{\"text\": \"\\\"3\\\"\"}\n");
+    CHECK_EQUAL(sample({"--prompt-file", "@/one"}), one);
+    CHECK_EQUAL(sample({"--prompt-file", "@/one", "@/more.jsonl"}), of_three(one, two, three));
+    CHECK_EQUAL(sample({"--prompt-file", "@/empty.jsonl"}), of_three(two, none, three));
+    CHECK_EQUAL(sample({"--prompt-file", "-"}, file("two")), two);
+    CHECK_EQUAL(sample({"--prompt-file", "-"}, file("empty.jsonl")), of_three(two, none, three));
+    // What looks like a mistake in a text is said by each verb: of many documents in one line.
+    write("marked", "One.<|endoftext|>Two."), write("latin.txt", "caf\xe9");
+    write("marked.jsonl", "{\"text\": \"1<|endoftext|>\"}\n{\"text\": \"2<|endoftext|>\"}\n");
+    for (const std::string verb : {"sample --prompt-file", "eval --text", "inspect --json @/inspected --text"}) {
         const auto said = [&](const char* name) {
-            return run(joined(words, {folder.file(name), "--from", out, "--threads", "1"})).err;
+            const Result r = run(verb + " @/" + name + " --from @/run --threads 1");
+            CHECK_EQUAL(r.status, 0);
+            return r.err;
         };
+        CHECK(holds(said("marked"), "<|endoftext|>"));
+        if (verb[0] == 'i') continue;
         const std::string marked = said("marked.jsonl");
-        CHECK(holds(marked, "2 times"));
-        CHECK_EQUAL(marked.find("<|endoftext|>"), marked.rfind("<|endoftext|>"));
+        CHECK(holds(marked, "2 times") && marked.find("<|endoftext|>") == marked.rfind("<|endoftext|>"));
         CHECK(holds(said("latin.txt"), "UTF-8"));
     }
-    Start start;
-    start.input = folder.file("two");
-    CHECK_EQUAL(sample({"--prompt-file", "-"}, start).out, two);
-    start.input = folder.file("empty.jsonl");
-    CHECK_EQUAL(sample({"--prompt-file", "-"}, start).out, sample({"--prompt-file", start.input}).out);
     // Each verb is told what it would read: its own option from stdin, or a file where it reads no stdin.
-    const std::string packed = folder.file("a b.jsonl.gz"), command = "zcat '" + packed + "' ";
-    write_file(packed, GZIP_TEXT);
-    CHECK_REFUSED(sample({"--prompt-file", packed}), 1, command + "| ./train_nsa sample --prompt-file -");
-    for (const Words& words : std::vector<Words>{{"eval", "--text"}, {"inspect", "--html", out + "h", "--text"}})
-        CHECK_REFUSED(run(joined(words, {packed, "--from", out})), 1,
-                      command + "| ./train_nsa " + words[0] + " --text -");
-    CHECK_REFUSED(run({"eval", "--from", out, "--hellaswag", packed}), 1, command + "> NEW");
-    CHECK_REFUSED(run({"vocabulary", "--in", packed, "--out", folder.file("v")}), 1,
-                  command + "| ./train_nsa vocabulary --in -");
-    write_file(folder.file("bad.jsonl"), "{\"text\": \"a\"}\n{}\n");
-    CHECK_REFUSED(sample({"--prompt-file", folder.file("bad.jsonl")}), 1, "line 2", "text");
+    const std::string packed = file("a b.jsonl.gz"), command = "zcat '" + packed + "' ";
+    write("a b.jsonl.gz", GZIP_TEXT), write("bad.jsonl", "{\"text\": \"a\"}\n{}\n");
+    check(
+        {{{"sample", "--from=@/run", "--prompt-file", packed}, 1, {command + "| ./train_nsa sample --prompt-file -"}},
+         {{"eval", "--from=@/run", "--text", packed}, 1, {command + "| ./train_nsa eval --text -"}},
+         {{"inspect", "--from=@/run", "--html=@/h", "--text", packed}, 1, {command + "| ./train_nsa inspect --text -"}},
+         {{"eval", "--from=@/run", "--hellaswag", packed}, 1, {command + "> NEW"}},
+         {{"vocabulary", "--in", packed, "--out=@/v"}, 1, {command + "| ./train_nsa vocabulary --in -"}},
+         {"sample --from @/run --prompt-file @/bad.jsonl", 1, {"line 2", "text"}}});
 }
 
 // A model that has seen nothing but end-of-text says nothing else: the sample ends there, or goes on if it is told to.
 PROGRAM_TEST(run_sample_ends_at_end_of_text) {
-    write_file(folder.file("ends.bin"), shard(std::vector<uint16_t>(4000, 0)));
-    REQUIRE_GOOD(train({{"data", folder.file("ends.bin")}, {"steps", "30"}, {"out", out}}));
-    const Words words = {"sample", "--from", out, "--tokens", "5", "--temperature", "0"};
-    CHECK_EQUAL(run(words).out, "\n");
-    CHECK_EQUAL(run(joined(words, {"--past-end"})).out, std::string(5 + 1, '\n'));
+    write("ends.bin", shard(std::vector<uint16_t>(4000, 0)));
+    REQUIRE_GOOD(run("small --data=@/ends.bin --steps=30"));
+    const std::string sample = "sample --from @/run --tokens 5 --temperature 0";
+    CHECK_EQUAL(run(sample).out, "\n");
+    CHECK_EQUAL(run(sample + " --past-end").out, std::string(5 + 1, '\n'));
 }
 
 // What is answered to the second line is what follows on all that was said before, until the length is full.
 PROGRAM_TEST(run_sample_holds_a_conversation) {
-    REQUIRE_GOOD(train({{"steps", "60"}, {"out", out}}));
-    const auto sample = [&](const Words& words, const Start& start = {}) {
-        return run(joined({"sample", "--from", out, "--tokens", "10", "--threads", "1", "--temperature", "0"}, words),
-                   start);
+    REQUIRE_GOOD(run("small --steps=60"));
+    const Words sample = {"sample", "--from=@/run", "--tokens=10", "--threads=1", "--temperature=0"};
+    const auto answers = [&](const std::string& prompt) {  // with the prompt and a line end
+        return printed(joined(sample, {"--prompt", prompt}));
     };
-    const std::string first = sample({"--prompt", "The old"}).out;  // with the prompt and a line end
+    const auto conversation = [&](const std::string& lines) {
+        write("lines", lines);
+        Start start;
+        start.input = file("lines");
+        return run(joined(sample, {"--interactive"}), start);
+    };
+    const std::string first = answers("The old"), both = first + "A lamp";
     REQUIRE(first.size() == 7 + 10 + 1);
-    const std::string both = first + "A lamp", second = sample({"--prompt", both}).out.substr(both.size());
-    Start start;
-    start.input = folder.file("lines");
-    write_file(start.input, "The old\nA lamp\n");
-    const Result r = sample({"--interactive"}, start);
+    const Result r = conversation("The old\nA lamp\n");
     REQUIRE_GOOD(r);
-    CHECK_EQUAL(r.out, first.substr(7) + second);
-    write_file(start.input, "The old\nA lamp\nand\nmore\nand more\nand more\n");  // 64 tokens hold four
-    const Result full = sample({"--interactive"}, start);
+    CHECK_EQUAL(r.out, first.substr(7) + answers(both).substr(both.size()));
+    const Result full = conversation("The old\nA lamp\nand\nmore\nand more\nand more\n");  // 64 tokens hold four
     CHECK_EQUAL(full.status, 0);
-    CHECK_EQUAL(full.out.substr(0, r.out.size()), r.out);
+    CHECK(full.out.find(r.out) == 0 && full.out.size() == 4 * (10 + 1));
     CHECK(holds(full.err, "has reached the 64 tokens"));
-    CHECK_EQUAL(full.out.size(), size_t(4 * (10 + 1)));
 }
 
-// A vocabulary of one's own, all the way: learnt, written into shards, trained on, sampled, measured, exported.
-TEST(run_from_text_to_sample_with_an_own_vocabulary) {
-    using namespace refusals;
-    const Scene scene;
-    scene.write("a.txt", read_file("README.md") + read_file("dev/GUIDE.md") + read_file("dev/LOG.md"));
-    scene.write("b.txt", read_file("CHANGELOG.md") + read_file("train_nsa.cu"));
+// A vocabulary of one's own, all the way: learnt, written into shards, trained on, sampled, measured.
+// export_tests.h goes on with one.
+PROGRAM_TEST(run_from_text_to_sample_with_an_own_vocabulary) {
+    write("a.txt", documents());
+    write("b.txt", read_file("CHANGELOG.md") + read_file("train_nsa.cu"));
     const std::string learn = "vocabulary --in @/a.txt --size ";
     Start full_disk;
     full_disk.largest_file = 2000;
-    scene.check({{learn + "700 --out @/vocab", 1, {"cannot write", "vocab.bpe"}}}, full_disk);
-    CHECK(glob_files(scene.file("vocab*")).empty());
-    REQUIRE_GOOD(scene.run(learn + "700 --out @/vocab"));
-    REQUIRE_GOOD(scene.run(learn + "701 --out @/other"));
-    REQUIRE_GOOD(scene.run("vocabulary --in @/b.txt --size 700 --out @/twin"));  // of the same size
-    const Result small = scene.run(learn + "60000 --out @/small");
-    CHECK_EQUAL(small.status, 0);
-    CHECK(holds(small.err, "not the 60000 of --size"));
+    check({{learn + "700 --out @/vocab", 1, {"cannot write", "vocab.bpe"}}}, full_disk);
+    CHECK(glob_files(file("vocab*")).empty());
+    REQUIRE_GOOD(run(learn + "700 --out @/vocab"));
+    REQUIRE_GOOD(run(learn + "701 --out @/other"));
+    REQUIRE_GOOD(run("vocabulary --in @/b.txt --size 700 --out @/twin"));  // of the same size
+    const Result small = run(learn + "60000 --out @/small");
+    CHECK(small.status == 0 && holds(small.err, "not the 60000 of --size"));
 
-    REQUIRE_GOOD(scene.run("tokenize --vocab-dir @/vocab --in @/a.txt --out @/a --val-fraction 0.1 --threads 2"));
-    std::string shard = read_file(scene.file("a_train_000001.bin"));
+    REQUIRE_GOOD(run("tokenize --vocab-dir @/vocab --in @/a.txt --out @/a --val-fraction 0.1 --threads 2"));
+    std::string shard = read_file(file("a_train_000001.bin"));
     CHECK(shard.substr(16, 4) != std::string(4, '\0'));
     shard.replace(16, 4, 4, '\0');  // does not say of which vocabulary it is
-    scene.write("old_train.bin", shard), scene.write("old_val.bin", shard);
+    write("old_train.bin", shard), write("old_val.bin", shard);
     const std::string model = " --tokenizer=gpt2 --init=standard --lr=0.03",
                       data = model + " --data=@/a_train_*.bin --val-data=@/a_val_*.bin",
-                      old_data = model + " --data=@/old_train.bin --val-data=@/old_val.bin",
-                      greedy = " --temperature 0 --tokens 8 --prompt two --threads 1";
-    REQUIRE_GOOD(scene.run("small --out=@/twin_run --vocab-dir=@/twin" + old_data));
-    REQUIRE_GOOD(scene.run("small --out=@/run --vocab-dir=@/vocab --steps=20" + data));
-    const std::string run_folder = scene.file("run");
-    CHECK_NEAR(logged(run_folder, "val_loss")[0], std::log(700.0), 0.1);
-    CHECK_EQUAL(log_of(run_folder)[0].find("start")->integer("vocab_size", "log"), 700);
-    REQUIRE_GOOD(scene.run("--resume @/run --steps 21"));
-    scene.check({
+                      old_data = model + " --data=@/old_train.bin --val-data=@/old_val.bin";
+    REQUIRE_GOOD(run("small --out=@/twin_run --vocab-dir=@/twin" + old_data));
+    REQUIRE_GOOD(run("small --vocab-dir=@/vocab --steps=20" + data));
+    CHECK_NEAR(logged(out, "val_loss")[0], std::log(700.0), 0.1);
+    CHECK_EQUAL(log_of(out)[0].find("start")->integer("vocab_size", "log"), 700);
+    REQUIRE_GOOD(run("--resume @/run --steps 21"));
+    check({
         {learn + "700 --out @/vocab", 1, {"--out", "is not empty"}},
         {"small" + data, 1, {"a vocabulary of 700", "50257", "--vocab-dir"}},
         {"small --vocab-dir=@/other" + data, 1, {"a vocabulary of 700", "701", "--vocab-dir"}},
@@ -355,28 +285,12 @@ TEST(run_from_text_to_sample_with_an_own_vocabulary) {
         {"eval --from @/twin_run --val-data @/a_val_*.bin", 1, {"another vocabulary of 700 tokens"}},
         {"--resume @/run --steps 22 --vocab-dir @/other", 1, {"700", "701"}},
     });
-    check_samples(run_folder, {});
+    check_samples(*this);
 
-    const Result sampled = scene.run("sample --from @/run" + greedy),
-                 evaluated = scene.run("eval --from @/run --val-data @/a_val_*.bin");
-    REQUIRE_GOOD(sampled);
-    REQUIRE_GOOD(evaluated);
     // A token of this vocabulary is more than one byte of English.
-    const EvalLine e = parse_eval(evaluated.out);
+    const EvalLine e = parse_eval(printed("eval --from @/run --val-data @/a_val_*.bin"));
     CHECK(e.bits_per_byte > 0 && e.bits_per_byte < e.loss / std::log(2.0) / 1.2);
-    REQUIRE_GOOD(scene.run("eval --from @/run --text @/a.txt --eval-batches 1"));
-
-    REQUIRE_GOOD(scene.run("export --from @/run --out @/hf"));
-    CHECK_EQUAL(read_file(scene.file("hf/merges.txt")), read_file(scene.file("vocab/vocab.bpe")));
-    CHECK_EQUAL(read_file(scene.file("hf/vocab.json")), read_file(scene.file("vocab/encoder.json")));
-    REQUIRE_GOOD(scene.run("import --from @/hf --out @/back"));
-    CHECK_EQUAL(scene.run("sample --from @/back" + greedy).out, sampled.out);
-    CHECK(holds(read_file(scene.file("back/step_00000000/config.json")), "\"vocab_digest\": \""));
-    // Another run finds size and place of the vocabulary where it begins.
-    REQUIRE_GOOD(
-        scene.run("--init-from @/run --data @/a_train_*.bin --out @/on --steps 1 --batch 2 --total-batch 128 "
-                  "--threads 1 --warmup 0"));
-    REQUIRE_GOOD(scene.run("sample --from @/on" + greedy));
+    REQUIRE_GOOD(run("eval --from @/run --text @/a.txt --eval-batches 1"));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

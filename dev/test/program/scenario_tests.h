@@ -58,20 +58,38 @@ inline std::string play(const Scenario& s, const std::vector<Part>& starts, cons
                         const std::string& mpirun) {
     std::string printed;
     for (const Part& start : starts) {
-        Options options = merged(part_of_run(out, start.steps, s.common), start.more);
+        Options options = ranks_options({{"schedule", "constant"}, {"out", out}, {"steps", start.steps}});
+        options = merged(merged(options, s.common), start.more);
         options["resume"] = &start == &starts[0] ? "off" : "on";
-        const Result r = train_on_ranks(mpirun, start.ranks, options);
+        const Words alone = joined({path()}, small_words(options)),
+                    launcher = {mpirun, "-np", std::to_string(start.ranks)};
+        const Result r = execute(start.ranks == 1 ? alone : joined(launcher, alone));
         if (r.status != 0) fail("%s, to step %s: status %d, %s", s.name, start.steps, r.status, r.err.c_str());
         printed = r.out;
     }
     return printed;
 }
 
-inline void check(const Scenario& s, const std::string& mpirun) {
-    TempFolder folder;
-    const std::string whole = folder.file("whole"), parts = folder.file("parts");
-    play(s, s.whole, whole, mpirun);
-    const std::string printed = play(s, s.parts, parts, mpirun);
+// Several scenarios may have one whole, which is played once.
+struct Stage {
+    const TempFolder& folder;
+    const std::string mpirun;
+    std::map<std::string, std::string> wholes = {};  // folders, by the words of what was played
+
+    std::string find_whole(const Scenario& s) {
+        std::string words;
+        for (const Part& start : s.whole)
+            for (const std::string& word : words_of(merged(s.common, start.more)))
+                words += format_text("%d ranks to %s %s ", start.ranks, start.steps, word.c_str());
+        const auto [found, is_new] = wholes.emplace(words, folder.file("whole" + std::to_string(wholes.size())));
+        if (is_new) play(s, s.whole, found->second, mpirun);
+        return found->second;
+    }
+};
+
+inline void check(Stage& stage, const Scenario& s) {
+    const std::string whole = stage.find_whole(s), parts = stage.folder.file("parts");
+    const std::string printed = play(s, s.parts, parts, stage.mpirun);
     const auto fault = [&](const std::string& what) {
         check_failed(__FILE__, __LINE__, "%s: %s", s.name, what.c_str());
     };
@@ -101,9 +119,8 @@ inline void check(const Scenario& s, const std::string& mpirun) {
 
 }  // namespace scenarios
 
-TEST(scenarios_of_one_rank) {
+PROGRAM_TEST(scenarios_of_one_rank) {
     using namespace scenarios;
-    TempFolder folder;
     // Of which twelve steps see more than one epoch, so that the loader's state matters.
     const std::string data = write_small_corpus(folder, "train.bin", 1), val = write_small_corpus(folder, "val.bin", 2);
     const Options epochs = {{"data", data},         {"val-data", val}, {"total-batch", "128"},
@@ -122,14 +139,12 @@ TEST(scenarios_of_one_rank) {
         {"accumulated", {}, {{1, "8", {{"batch", "8"}}}}, {{1, "8", {{"batch", "1"}}}}, RANKS_LIMIT},
         {"layers in turn", in_turn, {{1, "4", {}}}, {{1, "2", {}}, {1, "4", {}}}, 0},
     };
-    for (const Scenario& s : all) check(s, "");
+    Stage stage{folder, mpirun};
+    for (const Scenario& s : all) scenarios::check(stage, s);
 }
 
-TEST(scenarios_of_ranks) {
+RANKS_TEST(scenarios_of_ranks) {
     using namespace scenarios;
-    const std::string mpirun = find_mpirun("runs on 2, 3 and 4 ranks");
-    if (mpirun.empty()) return;
-    TempFolder folder;
     const std::string a = write_small_corpus(folder, "a.bin", 1), b = write_small_corpus(folder, "b.bin", 2);
     const Options zero = {{"zero", "1"}}, two = {{"batch", "2"}}, bf16 = {{"grad-reduce", "bf16"}},
                   muon = {{"optimizer", "muon"}}, thirds = {{"total-batch", "576"}},
@@ -138,7 +153,6 @@ TEST(scenarios_of_ranks) {
     const std::vector<Scenario> all = {
         // On as many ranks there is one order of additions: the same bits.
         {"again, two threads", {}, on_two, {{2, "8", {{"threads", "2"}}}}, 0, "gradients travel by MPI"},
-        {"state in shares", {}, on_two, {{2, "8", zero}}, 0},
         {"in parts, other shares and buckets",
          {},
          on_two,
@@ -147,15 +161,16 @@ TEST(scenarios_of_ranks) {
           {2, "8", {{"zero", "1"}, {"bucket-mb", "25"}, {"recompute", "0"}}}},
          0,
          "resume: --zero is 1, was 0"},
-        {"Muon, state in shares", muon, on_two, {{2, "8", zero}}, 0},
         {"Muon, in parts", muon, on_two, {{2, "3", {}}, {2, "5", zero}, {2, "8", {{"zero", "0"}}}}, 0},
         {"Muon, three ranks", merged(muon, thirds), {{3, "8", {}}}, {{3, "8", zero}}, 0},
         // On another number of ranks, to rounding.
         {"two ranks", {}, one, on_two, RANKS_LIMIT},
-        {"two ranks, accumulated", {}, one, {{2, "8", two}}, RANKS_LIMIT},
         {"four ranks", {}, one, on_four, RANKS_LIMIT},
-        {"four ranks, one bucket", {}, one, {{4, "8", {{"bucket-mb", "25"}}}}, RANKS_LIMIT},
-        {"four ranks, state in shares", {}, one, {{4, "8", zero}}, RANKS_LIMIT},
+        {"four ranks, one bucket, state in shares",
+         {},
+         one,
+         {{4, "8", {{"bucket-mb", "25"}, {"zero", "1"}}}},
+         RANKS_LIMIT},
         {"three ranks", thirds, {{1, "8", {}}}, {{3, "8", zero}}, RANKS_LIMIT * 576 / 512},
         {"smear and an untied head", {{"smear", "on"}, {"head", "untied"}}, one, {{2, "8", zero}}, RANKS_LIMIT},
         {"four, one, two ranks", {}, one, {{4, "2", zero}, {1, "5", {{"zero", "0"}}}, {2, "8", zero}}, RANKS_LIMIT},
@@ -168,5 +183,6 @@ TEST(scenarios_of_ranks) {
         {"bf16 on the way", {}, on_four, {{4, "8", merged(two, bf16)}}, BF16_LIMIT},
         {"bf16 on the way, state in shares", {}, one, {{2, "8", merged(zero, bf16)}}, BF16_LIMIT},
     };
-    for (const Scenario& s : all) check(s, mpirun);
+    Stage stage{folder, mpirun};
+    for (const Scenario& s : all) scenarios::check(stage, s);
 }

@@ -10,24 +10,22 @@ inline void write_script(const std::string& path, const std::string& text) {
 }
 
 // Every script parses, says what it is for, in any folder, and does nothing else. Those in Python where there is one.
-TEST(run_scripts_have_help) {
-    TempFolder folder;
-    const bool python = program::execute({"/usr/bin/env", "python3", "-c", ""}).status == 0;
+PROGRAM_TEST(run_scripts_have_help) {
+    const bool python = execute({"/usr/bin/env", "python3", "-c", ""}).status == 0;
     std::vector<std::string> scripts;
     std::set<std::string> helps;  // each its own, not that of a file that it reads
     for (const char* pattern : {"data/*.sh", "dev/*.sh", "dev/*/*.sh", "dev/bench/evidence/*.sh", "lib/*/*.sh",
                                 "data/*.py", "dev/*.py", "dev/*/*.py", "dev/bench/evidence/*.py"})
-        for (const std::string& file : glob_files(pattern)) scripts.push_back(file);
+        for (const std::string& script : glob_files(pattern)) scripts.push_back(script);
     CHECK(scripts.size() >= 20);
+    Start start;
+    start.environment = {"PYTHONDONTWRITEBYTECODE=1"}, start.seconds = 20;
     for (const std::string& script : scripts) {
         const bool is_python = has_ending(script, ".py");
         if (is_python && !python) continue;
-        program::Start start;
-        start.environment = {"PYTHONDONTWRITEBYTECODE=1"}, start.seconds = 20;
-        const program::Result r = program::execute(
-            {"/bin/bash", "-c",
-             "cd '" + folder.path + (is_python ? "' && python3" : "' && bash -n \"$0\" && bash") + " \"$0\" --help",
-             std::filesystem::absolute(script).string()},
+        const std::string shell = is_python ? "python3 \"$0\" --help" : "bash -n \"$0\" && bash \"$0\" --help";
+        const Result r = execute(
+            {"/bin/bash", "-c", "cd '" + folder.path + "' && " + shell, std::filesystem::absolute(script).string()},
             start);
         tests().checks++;
         if (r.status != 0 || r.out.size() < 60 || !r.err.empty() || !helps.insert(r.out).second)
@@ -38,70 +36,63 @@ TEST(run_scripts_have_help) {
 }
 
 // `make demo` with a small text and its own sources: one command, and everything is there.
-TEST_LONG(script_demo_goes_from_a_text_to_a_sample) {
-    TempFolder folder;
+PROGRAM_TEST_LONG(script_demo_goes_from_a_text_to_a_sample) {
     std::string text;
     for (int i = 0; i < 3000; i++) text += format_text("line %d of a small text, which repeats itself. ", i % 7);
-    write_file(folder.file("book.txt"), text);
-    for (const std::string& given : {folder.file("book.txt"), std::string()}) {
-        program::Start start;
+    write("book.txt", text);
+    for (const std::string& given : {file("book.txt"), std::string()}) {
+        Start start;
         start.seconds = 120;
-        const std::string out = folder.file(given.empty() ? "sources" : "book");
-        start.environment = {"TEXT=" + given, "STEPS=2", "OUT=" + out, "PROGRAM=" + program::path()};
-        const program::Result r = program::execute({"/bin/bash", std::filesystem::absolute("dev/demo.sh")}, start);
+        start.environment = {"TEXT=" + given, "STEPS=2", "OUT=" + out, "PROGRAM=" + path()};
+        const Result r = execute({"/bin/bash", std::filesystem::absolute("dev/demo.sh")}, start);
         CHECK_EQUAL(r.status, 0);
         CHECK(file_exists(out + "/report.html") && file_exists(out + "/vocabulary/vocab.bpe"));
         CHECK_EQUAL(glob_files(out + "/run/step_00000002/model.safetensors").size(), 1u);
         for (const char* verb : {"vocabulary", "tokenize", "train", "report", "sample"})
             CHECK(holds(r.out, "train_nsa " + std::string(verb) + " "));
+        remove_tree(out);
     }
 }
 
 // Built in a folder inside another repository, as of a tarball, the program does not name that one's commit.
-TEST(script_version_is_not_of_a_repository_around) {
-    TempFolder folder;
-    for (const char* file : {"Makefile", "CHANGELOG.md", "lib/run/config.sh", "lib/cuda/gpu.mk"}) {
-        const std::string to = folder.file(std::string("inner/") + file);
-        make_folders(folder_of(to));
-        std::filesystem::copy_file(file, to);
+PROGRAM_TEST(script_version_is_not_of_a_repository_around) {
+    if (execute({"/usr/bin/env", "git", "--version"}).status != 0)
+        return skip("script_version_is_not_of_a_repository_around: no git on this machine");
+    for (const std::string source : {"Makefile", "CHANGELOG.md", "lib/run/config.sh", "lib/cuda/gpu.mk"}) {
+        make_folders(folder_of(file("inner/" + source)));
+        std::filesystem::copy_file(source, file("inner/" + source));
     }
     const std::string commit = "git init -q . && git -c user.name=x -c user.email=x commit -q --allow-empty -m x && ";
     const auto version = [&](const std::string& before) {
-        const auto r =
-            program::execute({"/bin/bash", "-c",
-                              "cd " + folder.path + " && " + before +
-                                  "cd inner && make -s info NO_CUDA=1 NO_MPI=1 >/dev/null && cat build/version"});
+        const Result r = execute({"/bin/bash", "-c",
+                                  "cd " + folder.path + " && " + before +
+                                      "cd inner && make -s info NO_CUDA=1 NO_MPI=1 >/dev/null && cat build/version"});
         CHECK_EQUAL(r.status, 0);
         return r.out;
     };
-    if (program::execute({"/usr/bin/env", "git", "--version"}).status != 0)
-        return skip("script_version_is_not_of_a_repository_around: no git on this machine");
     const std::string around = version(commit), own = version("cd inner && " + commit + "cd .. && ");
     CHECK(!holds(around, '-') && around.size() > 4);
     CHECK_EQUAL(own.find(around.substr(0, around.size() - 1) + "-"), 0u);
 }
 
 // A folder that somebody else filled stays as it is, and its own is made anew; apostrophes are quoted.
-TEST(script_demo_empties_no_folder_of_others) {
-    TempFolder folder;
-    const std::string out = folder.file("precious"), text = folder.file("Alice's $book.txt");
-    make_folders(out);
-    write_file(out + "/thesis.txt", "years");
+PROGRAM_TEST(script_demo_empties_no_folder_of_others) {
+    const std::string text = file("Alice's $book.txt");
+    make_folders(file("precious"));
+    write("precious/thesis.txt", "years");
     write_file(text, "text");
     const auto demo = [&](const std::string& to) {
-        return program::execute({"/bin/bash", std::filesystem::absolute("dev/demo.sh")},
-                                {{"TEXT=" + text, "OUT=" + to, "PROGRAM=/bin/true"}});
+        return execute({"/bin/bash", std::filesystem::absolute("dev/demo.sh")},
+                       {{"TEXT=" + text, "OUT=" + to, "PROGRAM=/bin/true"}});
     };
-    const auto refused = demo(out);
-    CHECK_EQUAL(refused.status, 1);
-    CHECK(holds(refused.err, out));
-    CHECK_EQUAL(read_file(out + "/thesis.txt"), "years");
+    const Result refused = demo(file("precious"));
+    CHECK(refused.status == 1 && holds(refused.err, file("precious")));
+    CHECK_EQUAL(read_file(file("precious/thesis.txt")), "years");
     for (int again = 0; again < 2; again++) {
-        const auto r = demo(folder.file("own"));
-        CHECK_EQUAL(r.status, 0);
-        CHECK(holds(r.out, " --in " + shell_word(text)));
-        CHECK(file_exists(folder.file("own/thesis.txt")) == (again > 0));
-        write_file(folder.file("own/thesis.txt"), "years");
+        const Result r = demo(file("own"));
+        CHECK(r.status == 0 && holds(r.out, " --in " + shell_word(text)));
+        CHECK(file_exists(file("own/thesis.txt")) == (again > 0));
+        write("own/thesis.txt", "years");
     }
 }
 
@@ -128,38 +119,30 @@ PROGRAM_TEST(script_config_reads_what_wrappers_of_mpi_show) {
 // The scripts of the evidence, each once, on a text and a model that take a tenth of a second.
 PROGRAM_TEST(run_scripts_of_the_evidence) {
     if (execute({"/usr/bin/env", "python3", "-c", ""}).status != 0) return skip("scripts of the evidence: no python3");
-    const std::string scripts = std::filesystem::absolute("dev/bench/evidence").string() + "/",
-                      text = folder.file("text.txt"), setting = folder.file("tiny.json"),
-                      shards = folder.file("shards"), results = folder.file("results"), work = folder.file("work");
     std::string lines;
     for (int i = 0; i < 3000; i++) lines += format_text("%d %d\n", i * i % 97, i % 7);
-    write_file(text, lines);
-    REQUIRE_GOOD(
-        run({"tokenize", "--in", text, "--out", shards + "/t", "--tokenizer", "bytes", "--val-fraction", "0.1"}));
-    write_file(setting, R"({"model": {"layers": 2, "dim": 16, "heads": 2, "kv-groups": 1, "head-dim": 8,
+    write("text.txt", lines);
+    REQUIRE_GOOD(run("tokenize --in @/text.txt --out @/shards/t --tokenizer bytes --val-fraction 0.1"));
+    write("tiny.json", R"({"model": {"layers": 2, "dim": 16, "heads": 2, "kv-groups": 1, "head-dim": 8,
         "mlp-hidden": 32, "cmp-block": 4, "cmp-stride": 2, "slc-block": 4, "slc-count": 3, "window": 4,
         "phi-hidden": 4, "init": "random", "tokenizer": "bytes", "seq-len": 128},
         "training": {"batch": 1, "total-batch": 128, "warmup": 1}, "machine": {"threads": 1, "device": "cpu"},
         "tokens": 1024, "train": "*_train_*.bin", "held_out": "*_val_*.bin",
         "held_out_documents": {"sweep": 1, "whole": 1},
         "plan": ["sweep nsa 1e-3 2e-3", "run nsa 0.01 1 1024", "run full 0.01 5,6 256"]})");
-    const Words of_setting = {"--setting", setting, "--results", results, "--cache", shards};
-    const Words comparison = joined({"run.py", "--work", work, "--program", path()}, of_setting);
-    const std::vector<Words> commands = {
-        comparison,
-        joined({"ngram.py"}, of_setting),
-        {"needle.py", "make", "--cache", folder.file("needle"), "--program", path(), "--samples", "20"},
+    const auto script = [&](const std::string& name) {
+        const std::string scripts = std::filesystem::absolute("dev/bench/evidence/");
+        REQUIRE_GOOD(execute(joined({"/usr/bin/env", "PYTHONDONTWRITEBYTECODE=1"}, arguments(scripts + name))));
     };
-    const Start start{{"PYTHONDONTWRITEBYTECODE=1"}};
-    for (Words words : commands) {
-        words[0] = scripts + words[0];
-        REQUIRE_GOOD(execute(joined({"/usr/bin/env"}, words), start));
-    }
+    const std::string setting = " --setting @/tiny.json --results @/results --cache @/shards",
+                      program = " --program " + path(), comparison = "run.py --work @/work" + program + setting;
+    script(comparison);
+    script("ngram.py" + setting);
+    script("needle.py make --cache @/needle --samples 20" + program);
     // What is there is not run again.
-    const std::string found = read_file(results + "/runs.jsonl");
-    REQUIRE_GOOD(execute(
-        joined({"/usr/bin/env", scripts + comparison[0]}, Words(comparison.begin() + 1, comparison.end())), start));
-    CHECK_EQUAL(read_file(results + "/runs.jsonl"), found);
+    const std::string found = read_file(file("results/runs.jsonl"));
+    script(comparison);
+    CHECK_EQUAL(read_file(file("results/runs.jsonl")), found);
 }
 
 // The comparison at 125M, every part of it with a tiny model.
@@ -167,9 +150,8 @@ PROGRAM_TEST_LONG(run_rehearsal_of_125m) {
     if (execute({"/usr/bin/env", "python3", "-c", ""}).status != 0) return skip("125m: no python3");
     Start start;
     start.environment = {"PYTHONDONTWRITEBYTECODE=1"}, start.seconds = 1000;
-    const Result r = execute({"/usr/bin/env", std::filesystem::absolute("dev/bench/evidence/at_125m.py").string(),
-                              "--dry-run", "--out", folder.file("out"), "--program", path(), "--seconds", "900"},
-                             start);
+    const Words words = {"/usr/bin/env", std::filesystem::absolute("dev/bench/evidence/at_125m.py"), "--dry-run"};
+    const Result r = execute(joined(words, {"--out", out, "--program", path(), "--seconds", "900"}), start);
     REQUIRE_GOOD(r);
     for (const char* name : {"main", "eval", "sample", "report", "floor", "parity", "arms"})
         CHECK(holds(r.out, std::string(name) + ": done after"));

@@ -5,45 +5,29 @@
 #pragma once
 #include "../program/program.h"
 
-namespace emulated_runs {
-using namespace program;
-
 #define TEXT_OF(word) #word
 #define TEXT_OF_VALUE(macro) TEXT_OF(macro)
 #ifndef BUILD_FOLDER
 #define BUILD_FOLDER build
 #endif
 
-// {program's path}, or {mpirun, its arguments, the path}; empty with a note where it is not built or there is no MPI.
-inline Words program_on(int gpus, const char* what) {
-    static const std::string path =
-        std::filesystem::absolute(TEXT_OF_VALUE(BUILD_FOLDER) "/train_nsa_emulated").string();
-    const std::string mpirun = find_mpirun(what);
-    if (mpirun.empty()) return {};
-    if (!file_exists(path))
-        return skip(format_text("%s: %s is not built; make test builds it", what, path.c_str())), Words();
-    return gpus == 1 ? Words{path} : Words{mpirun, "-np", std::to_string(gpus), path};
+// One whose program is the emulated one; left out with a note where that is not built or there is no MPI.
+#define EMULATED_TEST(name) TEST_IN_FOLDER(TEST, name, emulated_runs::find_program(t, #name))
+#define EMULATED_TEST_LONG(name) TEST_IN_FOLDER(TEST_LONG, name, emulated_runs::find_program(t, #name))
+
+namespace emulated_runs {
+using namespace program;
+
+inline bool find_program(InFolder& in, const char* what) {
+    in.binary = std::filesystem::absolute(TEXT_OF_VALUE(BUILD_FOLDER) "/train_nsa_emulated").string();
+    if (!in.find_ranks(what)) return false;
+    if (file_exists(in.binary)) return true;
+    return skip(format_text("%s: %s is not built; make test builds it", what, in.binary.c_str())), false;
 }
 // The smallest model that the tensor-core kernels take; a step of four samples.
-inline Options options_of(const Options& more) {
-    return merged(small({{"dim", "32"},
-                         {"head-dim", "16"},
-                         {"slc-block", "16"},
-                         {"total-batch", "256"},
-                         {"batch", "1"},
-                         {"eval-batches", "1"},
-                         {"bucket-mb", "0.02"},
-                         {"device", "cuda"}}),
-                  more);
-}
-// gpus: those of the machine; 0: as many as the program has, four. late: streams run as late as the program's waits
-// allow, so that a missing one shows.
-inline Result train_on(const Words& program, const Options& more, int gpus = 0, bool late = false) {
-    Start start;
-    if (gpus) start.environment.push_back("EMULATED_GPUS=" + std::to_string(gpus));
-    if (late) start.environment.push_back("EMULATED_LATE=1");
-    return execute(joined(program, words_of(options_of(more))), start);
-}
+const std::string SMALL_ON_GPU =
+    "small --dim=32 --head-dim=16 --slc-block=16 --total-batch=256 --batch=1 --eval-batches=1 --bucket-mb=0.02 "
+    "--device=cuda ";
 
 // The first step of a run on several ranks is that of one: the loss is the same, whoever computes which samples, and
 // the norm but for the roundings of sums: of samples in fp32, each at most 2^-24 of the norms of what is added, or of
@@ -61,49 +45,32 @@ inline void check_first_step(const std::string& run, const std::string& one, dou
 
 // The same losses and weights, bit for bit, on two GPUs each time, with the optimiser's state shared out or not (a + b
 // has one order), in one go or resumed.
-TEST_LONG(emulated_gpus_give_the_same_bits) {
+EMULATED_TEST_LONG(emulated_gpus_give_the_same_bits) {
     using namespace emulated_runs;
-    const Words two = program_on(2, "the whole program on emulated GPUs");
-    if (two.empty()) return;
-    TempFolder folder;
-    const auto with = [&](const char* out, const Options& more) {
-        return train_on(
-            two,
-            merged({{"steps", "4"}, {"save-every", "2"}, {"schedule", "constant"}, {"out", folder.file(out)}}, more));
-    };
-    const Result first = with("two", {});
+    const std::string common = SMALL_ON_GPU + "--save-every=2 --schedule=constant --steps=";
+    const Result first = run_on(2, common + "4 --out=@/two");
     REQUIRE_GOOD(first);
-    CHECK(first.out.find("device: GPU 0, cuda_on_cpu") != std::string::npos &&
-          first.out.find("gradients travel by NCCL") != std::string::npos);
-    REQUIRE_GOOD(with("zero", {{"zero", "1"}}));
-    REQUIRE_GOOD(with("resumed", {{"steps", "2"}, {"zero", "1"}}));
-    REQUIRE_GOOD(with("resumed", {{"resume", "on"}}));
-    REQUIRE_GOOD(with("muon", {{"optimizer", "muon"}}));
-    REQUIRE_GOOD(with("muon_zero", {{"optimizer", "muon"}, {"zero", "1"}}));
-    REQUIRE_GOOD(with("muon_resumed", {{"optimizer", "muon"}, {"steps", "2"}}));
-    REQUIRE_GOOD(with("muon_resumed", {{"resume", "on"}, {"zero", "1"}}));
-    CHECK_EQUAL(logged(folder.file("two"), "loss").size(), 4u);
-    for (const auto& [one, other] : {std::array<std::string, 2>{"two", "zero"},
+    CHECK(holds(first.out, "device: GPU 0, cuda_on_cpu", "gradients travel by NCCL"));
+    for (const char* more :
+         {"4 --out=@/zero --zero=1", "2 --out=@/resumed --zero=1", "4 --out=@/resumed --resume=on",
+          "4 --out=@/muon --optimizer=muon", "4 --out=@/muon_zero --optimizer=muon --zero=1",
+          "2 --out=@/muon_resumed --optimizer=muon", "4 --out=@/muon_resumed --resume=on --optimizer=muon --zero=1"})
+        REQUIRE_GOOD(run_on(2, common + more));
+    CHECK_EQUAL(logged(file("two"), "loss").size(), 4u);
+    for (const auto& [one, other] : {std::pair<std::string, std::string>{"two", "zero"},
                                      {"two", "resumed"},
                                      {"muon", "muon_zero"},
                                      {"muon", "muon_resumed"}}) {
-        for (const char* field : {"loss", "grad_norm"})
-            CHECK(logged(folder.file(other), field) == logged(folder.file(one), field));
-        CHECK(read_file(folder.file(other + "/step_00000004/model.safetensors")) ==
-              read_file(folder.file(one + "/step_00000004/model.safetensors")));
+        for (const char* field : {"loss", "grad_norm"}) CHECK(logged(file(other), field) == logged(file(one), field));
+        CHECK(weights_of(file(other), 4) == weights_of(file(one), 4));
     }
 }
 
 // A dump says in which precision the engine computes.
-TEST(emulated_gpu_dumps_its_precision) {
+EMULATED_TEST(emulated_gpu_dumps_its_precision) {
     using namespace emulated_runs;
-    const Words one = program_on(1, "a dump of an emulated GPU");
-    if (one.empty()) return;
-    TempFolder folder;
-    const std::string file = folder.file("state.safetensors");
-    const Result r = train_on(one, {{"batch", "4"}, {"init", "random"}, {"dump-state", file}});
-    REQUIRE_GOOD(r);
-    CHECK_EQUAL(read_raw(file).metadata.at("precision"), std::string("bf16"));
+    REQUIRE_GOOD(run(SMALL_ON_GPU + "--batch=4 --init=random --dump-state=@/state"));
+    CHECK_EQUAL(read_raw(file("state")).metadata.at("precision"), std::string("bf16"));
 }
 
 // --attention-kernel: every kind computes the same loss. Each may err by the limit that engine_model_tests.h derives
@@ -112,134 +79,103 @@ struct StoredInBf16 {
     using Value = float;
     static constexpr bool NARROW = true;
 };
-TEST(emulated_gpu_attention_kernel_is_an_option) {
+EMULATED_TEST(emulated_gpu_attention_kernel_is_an_option) {
     using namespace emulated_runs;
-    const Words one = program_on(1, "kernels of attention on an emulated GPU");
-    if (one.empty()) return;
-    TempFolder folder;
-    const struct {
-        const char *kernel, *says;
-    } cases[] = {{"auto", "attention by gathered_rows or warpgroups or tensor_cores, because"},
-                 {"plain", "attention by plain, because"},
-                 {"tensor_cores", "attention by tensor_cores, because"},
-                 {"gathered_rows", "attention by gathered_rows, because"}};
-    for (const auto& c : cases) {
-        const Result r =
-            train_on(one, {{"steps", "1"}, {"attention-kernel", c.kernel}, {"out", folder.file(c.kernel)}});
-        REQUIRE_GOOD(r);
-        CHECK(r.out.find(c.says) != std::string::npos);
-        const double loss = logged(folder.file("auto"), "loss").at(0);
-        CHECK_NEAR(logged(folder.file(c.kernel), "loss").at(0), loss, 2 * model_limit<StoredInBf16>(2) * loss);
+    const std::string by = SMALL_ON_GPU + "--steps=1 --attention-kernel=";
+    const std::pair<std::string, std::string> cases[] = {{"auto", "gathered_rows or warpgroups or tensor_cores"},
+                                                         {"plain", "plain"},
+                                                         {"tensor_cores", "tensor_cores"},
+                                                         {"gathered_rows", "gathered_rows"}};
+    for (const auto& [kernel, said] : cases) {
+        CHECK(holds(printed(by + kernel + " --out=@/" + kernel), "attention by " + said + ", because"));
+        const double loss = logged(file("auto"), "loss").at(0);
+        CHECK_NEAR(logged(file(kernel), "loss").at(0), loss, 2 * model_limit<StoredInBf16>(2) * loss);
     }
-    const auto norm = [&](const char* kernel) { return logged(folder.file(kernel), "grad_norm").at(0); };
+    const auto norm = [&](const char* kernel) { return logged(file(kernel), "grad_norm").at(0); };
     CHECK_EQUAL(norm("tensor_cores"), norm("auto"));  // which takes them for sequences so short
     CHECK(norm("plain") != norm("auto"));             // other kernels round elsewhere
-    const auto refused = [&](const Options& more) { return train_on(one, merged(more, {{"out", folder.file("no")}})); };
-    CHECK_REFUSED(refused({{"attention-kernel", "wgmma"}}), 2,
-                  "--attention-kernel is 'wgmma'; the CUDA engine of this "
-                  "build (bf16) has auto, gathered_rows, warpgroups, tensor_cores, plain");
-    CHECK_REFUSED(refused({{"attention-kernel", "tensor_cores"}, {"head-dim", "24"}}), 2,
-                  "--attention-kernel tensor_cores is not for heads of dimension 24 on a GPU of 9.0");
-    CHECK_REFUSED(refused({{"attention-kernel", "warpgroups"}}), 2,
-                  "--attention-kernel warpgroups is not for heads of dimension 16 on a GPU of 9.0");
-    CHECK_REFUSED(refused({{"attention-kernel", "plain"}, {"device", "cpu"}}), 2,
-                  "--attention-kernel plain: the CPU engine has no choice of kernels; leave it out");
-    REQUIRE_GOOD(refused({{"attention-kernel", "plain"}, {"head-dim", "24"}, {"steps", "1"}}));
-    const Result check = execute(joined(one, {"check", "--device", "cuda", "--attention-kernel", "plain"}));
-    CHECK(check.out.find("--attention-kernel auto, gathered_rows, warpgroups, tensor_cores, plain") !=
-              std::string::npos &&
-          check.out.find("attention by plain\n") != std::string::npos);
+    check({{by + "wgmma",
+            2,
+            {"--attention-kernel is 'wgmma'; the CUDA engine of this build (bf16) has auto, gathered_rows, warpgroups, "
+             "tensor_cores, plain"}},
+           {by + "tensor_cores --head-dim=24",
+            2,
+            {"--attention-kernel tensor_cores is not for heads of dimension 24 on a GPU of 9.0"}},
+           {by + "warpgroups", 2, {"--attention-kernel warpgroups is not for heads of dimension 16 on a GPU of 9.0"}},
+           {by + "plain --device=cpu",
+            2,
+            {"--attention-kernel plain: the CPU engine has no choice of kernels; leave it out"}}});
+    REQUIRE_GOOD(run(by + "plain --head-dim=24"));
+    CHECK(holds(run("check --device cuda --attention-kernel plain").out, "attention by plain\n",
+                "--attention-kernel auto, gathered_rows, warpgroups, tensor_cores, plain"));
 }
 
 // Buckets that travel during the backward pass, between GPUs of one rank each.
-TEST(emulated_gpus_sum_gradients) {
+EMULATED_TEST(emulated_gpus_sum_gradients) {
     using namespace emulated_runs;
-    const char* what = "gradients of emulated GPUs";
-    const Words one = program_on(1, what), two = program_on(2, what);
-    if (one.empty()) return;
-    TempFolder folder;
-    REQUIRE_GOOD(train_on(one, {{"steps", "1"}, {"out", folder.file("one")}}));
-    for (const char* reduce : {"fp32", "bf16"})
-        for (const char* zero : {"0", "1"}) {
-            const std::string out = folder.file(std::string(reduce) + zero);
-            const Result r = train_on(two, {{"steps", "1"}, {"grad-reduce", reduce}, {"zero", zero}, {"out", out}});
+    REQUIRE_GOOD(run(SMALL_ON_GPU + "--steps=1"));
+    for (const std::string reduce : {"fp32", "bf16"})
+        for (const std::string zero : {"0", "1"}) {
+            const Result r =
+                run_on(2, SMALL_ON_GPU + "--steps=1 --out=@/two --grad-reduce=" + reduce + " --zero=" + zero);
             CHECK_EQUAL(r.status, 0);
-            CHECK(r.out.find("gradients travel by NCCL, in ") != std::string::npos);
-            check_first_step(out, folder.file("one"), *reduce == 'b' ? BF16_ROUNDINGS : FP32_ROUNDINGS);
+            CHECK(holds(r.out, "gradients travel by NCCL, in "));
+            check_first_step(file("two"), out, reduce == "bf16" ? BF16_ROUNDINGS : FP32_ROUNDINGS);
         }
 }
 
-// More ranks than GPUs: gradients travel through the host, and the losses are those of one rank. Then a resume on one
-// rank, with a GPU for itself.
-TEST(emulated_ranks_share_a_gpu) {
+// More ranks than GPUs: gradients travel through the host, and the losses are those of one rank. Where streams run as
+// late as the program's waits allow, a missing wait shows. Then a resume on one rank, with a GPU for itself.
+EMULATED_TEST(emulated_ranks_share_a_gpu) {
     using namespace emulated_runs;
-    const char* what = "ranks that share an emulated GPU";
-    const Words one = program_on(1, what);
-    if (one.empty()) return;
-    TempFolder folder;
-    const auto with = [&](const std::string& out, Options more = {}) {
-        more.insert({{"total-batch", "384"}, {"steps", "1"}, {"schedule", "constant"}, {"out", folder.file(out)}});
-        return more;
-    };
-    REQUIRE_GOOD(train_on(one, with("one")));
+    const std::string common = SMALL_ON_GPU + "--total-batch=384 --schedule=constant --steps=1 ";
+    REQUIRE_GOOD(run(common));
+    const Words late = {"EMULATED_GPUS=1", "EMULATED_LATE=1"}, two_gpus = {"EMULATED_GPUS=2"};
     const struct {
-        int ranks, gpus;
-        Options more;
-    } cases[] = {{2, 1, {}},
-                 {2, 1, {{"zero", "1"}, {"recompute", "2"}}},
-                 {3, 2, {{"grad-reduce", "bf16"}, {"zero", "1"}}},
-                 {3, 2, {{"grad-reduce", "bf16"}, {"recompute", "1"}}}};
+        int ranks;
+        Words environment;
+        std::string more;
+        double roundings;
+    } cases[] = {{2, late, "", FP32_ROUNDINGS},
+                 {3, two_gpus, "--grad-reduce=bf16 --zero=1", BF16_ROUNDINGS},
+                 {3, two_gpus, "--grad-reduce=bf16 --recompute=1", BF16_ROUNDINGS},
+                 {2, late, "--zero=1 --recompute=2", FP32_ROUNDINGS}};
     for (const auto& c : cases) {
-        const std::string out = format_text("case%d", int(&c - cases));
-        const bool late = c.ranks == 2;
-        const Result r = train_on(program_on(c.ranks, what), with(out, c.more), c.gpus, late);
+        const Result r = run_on(c.ranks, common + "--out=@/shared " + c.more, {c.environment});
         CHECK_EQUAL(r.status, 0);
-        CHECK(r.out.find("gradients travel by MPI through the host, because 2 ranks share GPU 0 (cuda_on_cpu") !=
-              std::string::npos);
-        CHECK(r.out.find("; one rank a GPU is faster, in ") != std::string::npos);
-        const bool bf16 = c.more.count("grad-reduce");
-        check_first_step(folder.file(out), folder.file("one"), bf16 ? BF16_ROUNDINGS : FP32_ROUNDINGS);
+        CHECK(holds(r.out, "gradients travel by MPI through the host, because 2 ranks share GPU 0 (cuda_on_cpu",
+                    "; one rank a GPU is faster, in "));
+        check_first_step(file("shared"), out, c.roundings);
     }
-    CHECK_EQUAL(train_on(one, with("case1", {{"resume", "on"}, {"steps", "2"}}), 1).status, 0);
-    CHECK_EQUAL(logged(folder.file("case1"), "loss").size(), 2u);
+    CHECK_EQUAL(run(common + "--out=@/shared --resume=on --steps=2", {{"EMULATED_GPUS=1"}}).status, 0);
+    CHECK_EQUAL(logged(file("shared"), "loss").size(), 2u);
 }
 
 // Each rank has its own --threads; GPUs and CPUs do not mix, which is said as it is.
-TEST(emulated_gpus_with_unlike_ranks) {
+EMULATED_TEST(emulated_gpus_with_unlike_ranks) {
     using namespace emulated_runs;
-    const Words two = program_on(2, "two unlike ranks");
-    if (two.empty()) return;
-    TempFolder folder;
-    const auto unlike = [&](const Options& first, const Options& second) {
-        const auto with = [&](const Options& more) { return joined({two[3]}, words_of(options_of(more))); };
-        return execute(two_ranks(two[0], with(first), with(second)));
+    const auto unlike = [&](const std::string& common, const std::string& second) {
+        return execute(two_ranks(mpirun, started(common), started(common + second)));
     };
-    const std::string out = folder.file("run");
-    CHECK_EQUAL(unlike({{"steps", "1"}, {"out", out}}, {{"steps", "1"}, {"out", out}, {"threads", "2"}}).status, 0);
-    const Result mixed = unlike({{"out", folder.file("mixed")}}, {{"out", folder.file("mixed")}, {"device", "cpu"}});
+    CHECK_EQUAL(unlike(SMALL_ON_GPU + "--steps=1 ", "--threads=2").status, 0);
+    const Result mixed = unlike(SMALL_ON_GPU + "--out=@/mixed ", "--device=cpu");
     CHECK(mixed.status != 0 && mixed.status != 1000);
-    for (const char* words :
-         {"device: CPU, because --device cpu", "all ranks compute on GPUs or all on CPUs", "--device cpu"})
-        CHECK(mixed.err.find(words) != std::string::npos);
+    CHECK(holds(mixed.err, "device: CPU, because --device cpu", "all ranks compute on GPUs or all on CPUs"));
 }
 
 // An error of one rank is told, and ends all, at once. Rank 0 alone gives up after
 // bad steps while the others wait for it; a bad token is met by rank 1 alone.
-TEST(emulated_gpus_error_on_one_rank_ends_all) {
+EMULATED_TEST(emulated_gpus_error_on_one_rank_ends_all) {
     using namespace emulated_runs;
-    const Words two = program_on(2, "an error on one of two emulated GPUs");
-    if (two.empty()) return;
-    TempFolder folder;
-    const Result bad = train_on(
-        two, {{"lr", "10"}, {"grad-clip", "0"}, {"weight-decay", "10"}, {"steps", "12"}, {"out", folder.file("bad")}});
-    CHECK(bad.status != 0 && bad.status != 1000);
-    for (const char* words : {"train_nsa: rank 0 on ", "GPU 0: error: step ", "3 in a row"})
-        CHECK(bad.err.find(words) != std::string::npos);
     write_good_and_bad_shard(folder);
-    const Result token = train_on(
-        two,
-        {{"data", folder.file("train_*.bin")}, {"total-batch", "128"}, {"steps", "20"}, {"out", folder.file("token")}});
-    CHECK(token.status != 0 && token.status != 1000);
-    for (const char* words : {"train_nsa: rank 1 on ", "GPU 1: error: ", "token 300"})
-        CHECK(token.err.find(words) != std::string::npos);
+    const struct {
+        const char *more, *rank, *error, *named;
+    } cases[] = {
+        {"--lr=10 --grad-clip=0 --weight-decay=10 --steps=12", "rank 0 on ", "GPU 0: error: step ", "3 in a row"},
+        {"--data=@/train_*.bin --total-batch=128 --steps=20", "rank 1 on ", "GPU 1: error: ", "token 300"}};
+    for (const auto& c : cases) {
+        const Result r = run_on(2, SMALL_ON_GPU + c.more);
+        CHECK(r.status != 0 && r.status != 1000);
+        CHECK(holds(r.err, std::string("train_nsa: ") + c.rank, c.error, c.named));
+    }
 }
