@@ -208,7 +208,7 @@ PROGRAM_TEST(stop_of_process_1_of_a_container) {
     for (const int signal : {SIGTERM, SIGINT}) {
         const pid_t outside = spawn(joined(container, started("tokenize --in=- --out=@/a --tokenizer=bytes")), {},
                                     {input[0], null, null});
-        usleep(1000000);  // it waits for text
+        usleep(1500000);  // it waits for text
         pid_t first = 0;
         std::ifstream(format_text("/proc/%d/task/%d/children", outside, outside)) >> first;
         if (first > 0) kill(first, signal);
