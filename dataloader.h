@@ -96,7 +96,7 @@ class DataLoader {
     }
 
     void require_good_shards() const {
-        if (scan && !scan->error().empty()) fail("%s", scan->error().c_str());
+        if (scan && !scan->error().empty()) fail("%s", scan->error());
     }
 
     Sample read_sample(uint64_t number) const {
@@ -138,12 +138,12 @@ class DataLoader {
                 fail(
                     "%s holds tokens of a vocabulary of %d, the model's has %d: choose the tokenizer the shards were "
                     "made with, and its --vocab-dir",
-                    source.name.c_str(), source.vocab_size, options.vocab_size);
+                    source.name, source.vocab_size, options.vocab_size);
             if (source.vocab_digest && options.vocab_digest && source.vocab_digest != options.vocab_digest)
                 fail(
                     "%s was made with another vocabulary of %d tokens (digest %08x) than the model's (%08x): give the "
                     "--vocab-dir that the shards were made with",
-                    source.name.c_str(), options.vocab_size, source.vocab_digest, options.vocab_digest);
+                    source.name, options.vocab_size, source.vocab_digest, options.vocab_digest);
             first_sample.push_back(all_samples() + n);
             n += source.count > 0 ? (source.count - 1 + (options.tail ? T() - 1 : 0)) / T() : 0;
             tokens += source.count;
@@ -153,11 +153,11 @@ class DataLoader {
         }
         if (n == 0)
             fail(
-                "%s: %llu tokens in %s%s, the largest of %llu, are too few for one sample, which needs %llu in "
+                "%s: %d tokens in %s%s, the largest of %d, are too few for one sample, which needs %d in "
                 "one shard: give more text, or train with a shorter --seq-len (%d)",
-                options.name.c_str(), (unsigned long long)tokens, counted(int64_t(shards), "shard").c_str(),
-                options.sets.size() > 1 ? (" of '" + options.sets[set].pattern + "'").c_str() : "",
-                (unsigned long long)largest, (unsigned long long)(options.tail ? 2 : T() + 1), options.seq_len);
+                options.name, tokens, counted(int64_t(shards), "shard"),
+                options.sets.size() > 1 ? (" of '" + options.sets[set].pattern + "'") : "", largest,
+                options.tail ? 2 : T() + 1, options.seq_len);
         samples.push_back(n);
         total_tokens += tokens;
     }
@@ -183,11 +183,10 @@ class DataLoader {
     void require_global_batch(uint64_t batch_samples) const {
         if (samples_per_epoch() < batch_samples)
             fail(
-                "%s: %llu tokens make %llu samples of --seq-len %d%s, fewer than the %llu of one global batch, which "
-                "needs about %llu tokens: give more text, or lower --total-batch or --seq-len",
-                options.name.c_str(), (unsigned long long)total_tokens, (unsigned long long)samples_per_epoch(),
-                options.seq_len, samples.size() > 1 ? " until one comes again" : "", (unsigned long long)batch_samples,
-                (unsigned long long)(batch_samples * T() + 1));
+                "%s: %d tokens make %d samples of --seq-len %d%s, fewer than the %d of one global batch, which "
+                "needs about %d tokens: give more text, or lower --total-batch or --seq-len",
+                options.name, total_tokens, samples_per_epoch(), options.seq_len,
+                samples.size() > 1 ? " until one comes again" : "", batch_samples, batch_samples * T() + 1);
     }
 
     // A damaged shard is an error now or, where the disk is slow, at a later batch.
@@ -228,15 +227,14 @@ class DataLoader {
     // loader's.
     void restore(const LoaderState& saved) {
         if (saved.seq_len != T())
-            fail(
-                "cannot continue on %s: the checkpoint cut samples with --seq-len %llu, this run with %d: use the same",
-                options.name.c_str(), (unsigned long long)saved.seq_len, options.seq_len);
+            fail("cannot continue on %s: the checkpoint cut samples with --seq-len %d, this run with %d: use the same",
+                 options.name, saved.seq_len, options.seq_len);
         if (saved.corpus != corpus)
             fail(
-                "cannot continue on %s: the checkpoint was made on another corpus (fingerprint %016llx, of these "
-                "tokens %016llx): use the same shards, or for the synthetic corpus the same --seed; --allow-new-data "
+                "cannot continue on %s: the checkpoint was made on another corpus (fingerprint %016x, of these "
+                "tokens %016x): use the same shards, or for the synthetic corpus the same --seed; --allow-new-data "
                 "goes on with these",
-                options.name.c_str(), (unsigned long long)saved.corpus, (unsigned long long)corpus);
+                options.name, saved.corpus, corpus);
         pending = {};  // waits for its thread
         seed = saved.seed;
         next_sample = saved.next_sample;
@@ -265,16 +263,14 @@ class DataLoader {
     }
 
     std::string describe() const {
-        std::string text =
-            format_text("%s, %llu tokens, %s of %d tokens, %s", counted(int64_t(sources.size()), "shard").c_str(),
-                        (unsigned long long)total_tokens, counted(int64_t(all_samples()), "sample").c_str(),
-                        options.seq_len, options.shuffle ? "shuffled" : "in order");
-        if (too_short) text += format_text(", %zu of the shards too short for one", too_short);
+        std::string text = format_text("%s, %d tokens, %s of %d tokens, %s", counted(int64_t(sources.size()), "shard"),
+                                       total_tokens, counted(int64_t(all_samples()), "sample"), options.seq_len,
+                                       options.shuffle ? "shuffled" : "in order");
+        if (too_short) text += format_text(", %d of the shards too short for one", too_short);
         for (size_t set = 0; samples.size() > 1 && set < samples.size(); set++)
-            text += format_text("%s %llu of %zu from %s (%llu samples, all seen after %llu)", set ? "," : ";",
-                                (unsigned long long)options.sets[set].weight, mixture->turns(),
-                                options.sets[set].pattern.c_str(), (unsigned long long)samples[set],
-                                (unsigned long long)mixture->first_epoch(set));
+            text += format_text("%s %d of %d from %s (%d samples, all seen after %d)", set ? "," : ";",
+                                options.sets[set].weight, mixture->turns(), options.sets[set].pattern, samples[set],
+                                mixture->first_epoch(set));
         return text;
     }
 };

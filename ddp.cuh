@@ -44,7 +44,7 @@ template <class Arrived>
 void await(ncclComm_t communicator, const std::string& what, Arrived arrived) {
     for (; !arrived(); usleep(20)) {
         const std::string failure = nccl_error(communicator);
-        if (!failure.empty()) fail("%s: %s", what.c_str(), failure.c_str());
+        if (!failure.empty()) fail("%s: %s", what, failure);
     }
 }
 
@@ -410,7 +410,7 @@ class NcclReducer : public Reducer<Cuda> {
     }
     void await_results(int64_t at_step) override {
         world.watchdog.note_phase(at_step, "waiting for the other ranks' GPUs");
-        await(communicator, format_text("step %lld: gradients could not be summed over the ranks", (long long)at_step),
+        await(communicator, format_text("step %d: gradients could not be summed over the ranks", at_step),
               [this] { return dev.has_results(); });
     }
 };

@@ -28,7 +28,7 @@
 #include "lib/model/engine.h"
 #include "lib/model/rope.h"
 #include "lib/model/shape.h"
-#include "lib/base/util.h"
+#include "lib/base/text.h"
 #include "lib/model/visible.h"
 
 // The executable specification of an engine. lib/model/engine.h lists the members that the program calls, with shapes

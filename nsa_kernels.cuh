@@ -2180,9 +2180,9 @@ struct Cuda : CudaOptimiser {
     std::string describe() const {
         return format_text(
             "GPU %d, %s, compute capability %d.%d, code for %s, %d multiprocessors, %.1f GiB, %s, attention by %s",
-            device, properties.name, properties.major, properties.minor, code.c_str(), properties.multiProcessorCount,
+            device, properties.name, properties.major, properties.minor, code, properties.multiProcessorCount,
             double(properties.totalGlobalMem) / (1 << 30), FP32 ? "fp32" : "bf16",
-            asked_kernel ? asked_kernel->name : automatic_attention_kernels(FP32, gpu_code()).c_str());
+            asked_kernel ? asked_kernel->name : automatic_attention_kernels(FP32, gpu_code()));
     }
     GpuCode gpu_code() const { return {capability(), exact}; }
     // --attention-kernel, for all calls from here on: a name that info() lists, or auto.
@@ -2260,8 +2260,8 @@ struct Cuda : CudaOptimiser {
         const int rows = std::max(warps, (N + 511) / 512), blocks = (N + rows - 1) / rows;
         const size_t bytes = shared_bytes({size_t(warps) * C * sizeof(float)});
         if (bytes > max_shared_of_device())
-            fail_usage("--dim %d: RMSNorm's gradient takes %zu bytes of shared memory, this GPU has %zu; choose less",
-                       C, bytes, max_shared_of_device());
+            fail_usage("--dim %d: RMSNorm's gradient takes %d bytes of shared memory, this GPU has %d; choose less", C,
+                       bytes, max_shared_of_device());
         float* partial = scratch<float>(SCRATCH_SLOTS - 1, size_t(blocks) * C);
         with_width(is_wide(C, dx, dout, x, weight), [&](auto W) {
             launch<kernels::rmsnorm_backward_kernel<W()>>(unsigned(blocks), unsigned(warps * 32), bytes, stream, dx,
@@ -2524,8 +2524,8 @@ struct Cuda : CudaOptimiser {
             fail_usage(
                 "--attention-kernel %s is not for heads of dimension %d on a GPU of %d.%d that runs code for %s; "
                 "choose %s",
-                asked_kernel->name, s.D, properties.major, properties.minor, code.c_str(),
-                joined_words(attention_kernel_names(FP32, gpu, s.D), " or ").c_str());
+                asked_kernel->name, s.D, properties.major, properties.minor, code,
+                joined_words(attention_kernel_names(FP32, gpu, s.D), " or "));
 #ifndef PRECISION_FP32
         if (!plain_attention) ::check_shape(s, attention_path());
 #endif

@@ -14,7 +14,7 @@ static int passed = 0, failed = 0;
 static void check(const std::string& what, double error, double limit) {
     const bool ok = error <= limit;
     (ok ? passed : failed)++;
-    std::printf("%s  %-46s error %.1e  limit %.1e\n", ok ? "ok  " : "FAIL", what.c_str(), error, limit);
+    print("%s  %-46s error %.1e  limit %.1e\n", ok ? "ok  " : "FAIL", what, error, limit);
 }
 
 // The golden file holds what PyTorch computed from one batch: the loss, some rows of the logits, and of each gradient
@@ -29,7 +29,7 @@ struct Golden {
     template <class T>
     const T* get(const std::string& tensor) const {
         const TensorView* view = file.find(tensor);
-        if (!view || view->dtype != (sizeof(T) == 8 ? "F64" : "I32")) fail("no tensor %s of its type", tensor.c_str());
+        if (!view || view->dtype != (sizeof(T) == 8 ? "F64" : "I32")) fail("no tensor %s of its type", tensor);
         return static_cast<const T*>(view->data);
     }
 };
@@ -89,14 +89,14 @@ static void compare_with_pytorch(const Golden& golden) {
     Trial<Cpu<float>> t(golden.config(), golden);
     std::vector<float> logits;
     const double loss = t.pass(&logits), expected_loss = *golden.get<double>("loss");
-    std::printf("loss %.7f, PyTorch %.7f\n", loss, expected_loss);
+    print("loss %.7f, PyTorch %.7f\n", loss, expected_loss);
     check("loss", std::fabs(loss / expected_loss - 1), limit);
     const size_t V = size_t(t.model.config.vocab_size);
     for (size_t r = 0; r < size_t(golden.file.find("logits_rows")->shape[0]); r++) {
         const size_t row = size_t(golden.get<int32_t>("logits_rows")[r]);
         const double* const doubles = golden.get<double>("logits") + r * V;
         const std::vector<float> expected(doubles, doubles + V);
-        check(format_text("logits of token %zu", row), relative_error(&logits[row * V], expected.data(), V), limit);
+        check(format_text("logits of token %d", row), relative_error(&logits[row * V], expected.data(), V), limit);
     }
     const std::vector<float> grads = t.on_host(t.model.grads);
     for (const TensorSpec& spec : t.model.table.specs) {
@@ -121,7 +121,7 @@ static void compare_with_adamw(const Golden& golden) {
     double loss = 0;
     for (int step = 1; step <= 10; step++) {
         loss = t.pass();
-        std::printf("step %d: loss %.4f\n", step, loss);
+        print("step %d: loss %.4f\n", step, loss);
         const std::vector<float> grads = t.on_host(t.model.grads);
         const double clip = std::min(1.0, t.model.config.grad_clip / norm_of(grads.data(), grads.size()));
         for (const TensorSpec& spec : t.model.table.specs)
@@ -188,10 +188,10 @@ int main(int, char** argv) {
         compare_with_adamw(golden);
         compare_decoding(golden);
         const GpuSearch gpus = search_gpus();
-        if (gpus.count == 0) std::printf("skipped: the GPU beside the CPU: %s\n", why_no_gpu(gpus).c_str());
+        if (gpus.count == 0) print("skipped: the GPU beside the CPU: %s\n", why_no_gpu(gpus));
         else if constexpr (!std::is_same<DeviceEngine, NoEngine>::value) compare_gpu_with_cpu<DeviceEngine>(golden);
         return 0;
     });
-    std::printf("%d passed, %d failed\n", passed, failed);
+    print("%d passed, %d failed\n", passed, failed);
     return status || failed ? 1 : 0;
 }

@@ -177,7 +177,7 @@ struct Tokenizer {
     // in a list for each rank, and the ranks are gone through once: what a merge makes only merges to a higher rank.
     void merge_piece(const char* piece, size_t n, MergeScratch& scratch, std::vector<uint16_t>& ids) const {
         if (n >= NO_TOKEN)
-            fail("a run of %zu bytes without a place to cut is too long for the tokenizer (limit %u)", n, NO_TOKEN - 1);
+            fail("a run of %d bytes without a place to cut is too long for the tokenizer (limit %d)", n, NO_TOKEN - 1);
         if (n < LONG_PIECE) merge_piece<false>(piece, n, scratch, ids);
         else merge_piece<true>(piece, n, scratch, ids);
     }
@@ -252,13 +252,13 @@ struct Tokenizer {
             halves.clear();
             t.merge_piece(bytes.data(), bytes.size(), scratch, halves);
             if (halves.size() == 1)
-                fail("%s: the token %s stands here a second time (it has id %d already)", where().c_str(),
-                     json_quote(bytes).c_str(), halves[0]);
+                fail("%s: the token %s stands here a second time (it has id %d already)", where(), json_quote(bytes),
+                     halves[0]);
             if (halves.size() != 2)
                 fail(
-                    "%s: the tokens before it make %zu tokens of %s, expected two that merge: the tokens are damaged "
+                    "%s: the tokens before it make %d tokens of %s, expected two that merge: the tokens are damaged "
                     "or not in GPT-2's order",
-                    where().c_str(), halves.size(), json_quote(bytes).c_str());
+                    where(), halves.size(), json_quote(bytes));
             t.merges.insert(halves[0], halves[1], uint32_t(t.tokens.size()));
             t.tokens.push_back(bytes);
             t.merged.push_back({halves[0], halves[1]});
@@ -276,9 +276,9 @@ struct Tokenizer {
             fail_usage(
                 "--vocab-dir %s: the tokenizer is bytes, which reads no vocabulary; leave it out (that of a BPE "
                 "is --tokenizer gpt2)",
-                vocab_dir.c_str());
+                vocab_dir);
         if (name == "bytes") return bytes();
-        if (name != "gpt2") fail_usage("--tokenizer %s: expected gpt2 or bytes", name.c_str());
+        if (name != "gpt2") fail_usage("--tokenizer %s: expected gpt2 or bytes", name);
         if (vocab_dir.empty())
             fail_usage(
                 "--tokenizer gpt2 needs --vocab-dir DIR, the folder with vocab.bpe and encoder.json (or --tokenizer "
@@ -294,14 +294,14 @@ struct Tokenizer {
         auto tokenizer = std::make_unique<Tokenizer>(open(name, vocab_dir));
         if (size && tokenizer->vocab_size() != size)
             fail(
-                "--vocab-dir %s holds a vocabulary of %d tokens, and the model's has %lld: give the one that the "
+                "--vocab-dir %s holds a vocabulary of %d tokens, and the model's has %d: give the one that the "
                 "model was trained with",
-                vocab_dir.c_str(), tokenizer->vocab_size(), (long long)size);
+                vocab_dir, tokenizer->vocab_size(), size);
         if (digest && tokenizer->digest() != digest)
             fail(
                 "--vocab-dir %s holds other tokens (digest %08x) than the model's vocabulary (%08x), though as many: "
                 "give the one that the model was trained with",
-                vocab_dir.c_str(), tokenizer->digest(), digest);
+                vocab_dir, tokenizer->digest(), digest);
         return tokenizer;
     }
 
@@ -317,14 +317,13 @@ struct Tokenizer {
 
     std::string describe() const {
         return is_bytes ? "bytes: 256 tokens, one per byte"
-                        : format_text("gpt2: %d tokens from %s", vocab_size(), source.c_str());
+                        : format_text("gpt2: %d tokens from %s", vocab_size(), source);
     }
 
     // Appends the bytes of one token; gpt2's end-of-text is shown as <|endoftext|>.
     void decode_append(int64_t id, std::string& out) const {
         if (id < 0 || id >= vocab_size())
-            fail("token %lld is not in the vocabulary of %d tokens (%s)", (long long)id, vocab_size(),
-                 describe().c_str());
+            fail("token %d is not in the vocabulary of %d tokens (%s)", id, vocab_size(), describe());
         out += tokens[size_t(id)];
     }
 

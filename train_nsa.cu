@@ -32,7 +32,7 @@ using DeviceEngine = NoEngine;
 // defines: Reducer, make_reducer, connect_by_nccl; after the engines, whose gradients it sums
 #include "ddp.cuh"
 // defines: prepare_for_errors, output_is_whole
-#include "lib/base/errors.h"
+#include "lib/base/program_end.h"
 // defines: Arena, one allocation for many buffers
 #include "lib/model/arena.h"
 // defines: Muon
@@ -806,7 +806,7 @@ struct Decoder {
     int32_t next(const std::vector<int32_t>& tokens, const SampleConfig& c) {
         const size_t pass = position == 0 ? tokens.size() : 1;
         const bool is_prompt = tokens.size() > 1;
-        Progress progress(format_text("prompt of %zu tokens", tokens.size()), double(a.layer.size()), is_prompt);
+        Progress progress(format_text("prompt of %d tokens", tokens.size()), double(a.layer.size()), is_prompt);
         std::unique_ptr<DecodingThreads> threads;
         if (position > 0) threads = std::make_unique<DecodingThreads>(model.table.total);  // a prompt uses all threads
         for (size_t at = 0; at < tokens.size(); at += pass) {
@@ -828,11 +828,11 @@ struct Decoder {
     static Dev& with_memory_for(Model<Dev>& m, int64_t prompted, int64_t length) {
         const double needed = Activations<Dev>::bytes_needed(m.dev, m.config, 1, length, INFERENCE, prompted);
         const bool is_text = length == prompted;
-        require_memory_for(needed, m.dev.available_bytes(),
-                           is_text ? "a text of " + counted(length, "token")
-                                   : format_text("a sample of %s after a prompt of %lld",
-                                                 counted(length - prompted, "token").c_str(), (long long)prompted),
-                           is_text ? "give a shorter one" : "ask for fewer tokens");
+        require_memory_for(
+            needed, m.dev.available_bytes(),
+            is_text ? "a text of " + counted(length, "token")
+                    : format_text("a sample of %s after a prompt of %d", counted(length - prompted, "token"), prompted),
+            is_text ? "give a shorter one" : "ask for fewer tokens");
         return m.dev;
     }
 };
@@ -870,7 +870,7 @@ void with_engine(const Device& device, World& world, Use use) {
     };
     if constexpr (!std::is_same<Accelerator, NoEngine>::value)
         if (device.gpu) {
-            world.compute_on(format_text("%s %d", device.engine.device.c_str(), device.gpu_number));
+            world.compute_on(format_text("%s %d", device.engine.device, device.gpu_number));
             Accelerator dev(device.gpu_number);
             dev.choose_attention(device.attention_kernel);
             const auto path = choose_path(world, device.engine, world.device + " (" + dev.name() + ")", dev.bus());
@@ -925,7 +925,7 @@ void accumulate_gradients(Model<Dev>& model, Activations<Dev>& a, DataLoader& lo
     std::vector<int32_t> inputs(size_t(micro_steps) * micro_tokens), targets(inputs.size());
     model.note_phase("data");
     read_samples(loader, world, inputs, targets, int(micro_steps) * B);
-    Progress progress(format_text("step %lld", (long long)model.step), double(micro_steps), world.rank == 0);
+    Progress progress(format_text("step %d", model.step), double(micro_steps), world.rank == 0);
     model.dev.zero(model.results, model.RESULTS);
     model.dev.zero(model.grads, model.partition.elements);
     for (int64_t i = 0; i < micro_steps; i++) {
@@ -1019,7 +1019,7 @@ struct Run {
             const EvalResult& r = results[i];
             if (i == 0) {
                 const unsigned long long corpus = data.val[0].loader->state().corpus, tokens = r.tokens;
-                state.validation = {state.step, r.loss, format_text("%016llx, %llu tokens", corpus, tokens)};
+                state.validation = {state.step, r.loss, format_text("%016x, %d tokens", corpus, tokens)};
                 if (state.first_validation.data != state.validation.data) state.first_validation = state.validation;
             }
             printer.print_validation(state.step, data.val[i].name, i == 0, r);
@@ -1029,20 +1029,19 @@ struct Run {
     void sample() {
         const TrainConfig& c = config;
         if (!is_first() || c.sample_tokens == 0) return;
-        if (!tokenizer) return void(std::printf("no sample: --vocab-dir is needed to turn gpt2 tokens into text\n"));
-        std::printf("--- sample at step %lld, %s ---\n", (long long)state.step,
-                    counted(c.sample_tokens, "token").c_str());
-        const auto print = [&] { return print_sample(model, *tokenizer, c, c.sample_tokens, true, c.prompt); };
-        const std::string error = error_of([&] { printer.log_sample(state.step, print()); });
+        if (!tokenizer) return print("no sample: --vocab-dir is needed to turn gpt2 tokens into text\n");
+        print("--- sample at step %d, %s ---\n", state.step, counted(c.sample_tokens, "token"));
+        const auto write = [&] { return print_sample(model, *tokenizer, c, c.sample_tokens, true, c.prompt); };
+        const std::string error = error_of([&] { printer.log_sample(state.step, write()); });
         if (!error.empty()) complain("no sample: " + error);
-        std::printf("---\n");
+        print("---\n");
     }
 
     void save() {
         const ProfileRange range("checkpoint", state.step);
         if (!state.bad_steps) return saver.save(state.step);
         if (is_first())  // because of --keep it could push out a good one
-            complain(format_text("no checkpoint at step %lld: loss or gradient is not finite", (long long)state.step));
+            complain("no checkpoint at step %d: loss or gradient is not finite", state.step);
     }
 
     void save_last() {
@@ -1119,8 +1118,8 @@ struct Run {
         const std::string text = bad_step_text(s, world.gather(std::isfinite(s.own_loss) ? "yes" : ""), tensor, file);
         if (state.bad_steps < max_bad_steps) return is_first() ? complain(text) : void();
         saver.remove_old = false;  // the weights may have been bad before the loss was
-        throw SharedError(format_text("%s; that was bad step %lld in a row; lower --lr or look at the data",
-                                      text.c_str(), (long long)state.bad_steps));
+        throw SharedError(
+            format_text("%s; that was bad step %d in a row; lower --lr or look at the data", text, state.bad_steps));
     }
 
     // If all ranks fail between two steps, what they have learnt must not be lost. Returns what the error says of it.
@@ -1213,7 +1212,7 @@ int train_run(Run<Dev>& run, const Config& c, const Machine& machine, bool memor
     try {
         run.train();
     } catch (const SharedError& e) {
-        fail("%s; %s", e.what(), run.save_despite_error().c_str());
+        fail("%s; %s", e.what(), run.save_despite_error());
     }
     const bool trained = run.state.step > first_step;
     if (trained) run.save_last();
@@ -1254,7 +1253,7 @@ static int run_train(Config& c, World& world) {
     const Verb verb = verb_named(c.verb)->verb;
     const bool only_prints = c.help || c.version;
     if (world.size > 1 && verb != TRAIN && verb != EVAL && !only_prints)
-        fail_usage("'%s' runs in one process: start it without mpirun", c.verb.c_str());
+        fail_usage("'%s' runs in one process: start it without mpirun", c.verb);
     if (!only_prints) require_same(world, "verb " + c.verb, "start all ranks with the same command");
     if (verb == CHECK_VERB && !c.is_given("model")) c.model = "125m";
     if (!c.config.empty() && !only_prints) read_options_file(c, world.rank == 0);

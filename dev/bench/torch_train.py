@@ -25,12 +25,12 @@ import reference  # noqa: E402
 from run import VOCABULARY  # noqa: E402
 from ngram import shards_of  # noqa: E402
 
-SHUFFLE = 2  # lib/base/util.h's stream
+SHUFFLE = 2  # lib/base/random.h's stream
 MASK = (1 << 32) - 1
 
 
 def random_bits(seed, stream, counter):
-    """Philox 4x32-10, as lib/base/util.h has it."""
+    """Philox 4x32-10, as lib/base/random.h has it."""
     a, b, c, d = counter & MASK, counter >> 32, stream & MASK, stream >> 32
     k, l = seed & MASK, seed >> 32
     for _ in range(10):

@@ -151,7 +151,7 @@ class CrashTest {
                     if (!over) done++, events[name]++;
                 }
                 finish(folder, ranks);
-                const auto best_of = [](const std::string& of) { return best_step(of + "/run", complain); };
+                const auto best_of = [](const std::string& of) { return best_step(of + "/run"); };
                 const int64_t best = best_of(folder), expected = best_of(references[ranks].folder);
                 demand(best == expected, "the best checkpoint is that of step %lld, expected %lld", (long long)best,
                        (long long)expected);
@@ -246,13 +246,9 @@ class CrashTest {
     std::string damaged;  // name of the checkpoint that was damaged since the last start, or ""
     std::string history;
 
-    __attribute__((format(printf, 3, 4))) void demand(bool good, const char* format, ...) {
-        if (good) return;
-        va_list args;
-        va_start(args, format);
-        const std::string text = format_list(format, args);
-        va_end(args);
-        throw Demand(text);
+    template <class... Values>
+    void demand(bool good, const char* format, const Values&... values) {
+        if (!good) throw Demand(format_text(format, values...));
     }
 
     void demand_of(const Result& e, bool good, const char* what) {

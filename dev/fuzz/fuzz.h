@@ -27,11 +27,9 @@ extern const std::vector<Target> TARGETS;
 inline const Target* target = nullptr;
 
 // A finding: libFuzzer saves the input.
-[[noreturn]] __attribute__((format(printf, 1, 2))) inline void finding(const char* format, ...) {
-    va_list args;
-    va_start(args, format);
-    std::fprintf(stderr, "finding: %s\n", format_list(format, args).c_str());
-    va_end(args);
+template <class... Values>
+[[noreturn]] void finding(const char* format, const Values&... values) {
+    std::fprintf(stderr, "finding: %s\n", format_text(format, values...).c_str());
     std::abort();
 }
 #define EXPECT(condition)                                                                \

@@ -7,11 +7,12 @@
 #include <cstdlib>
 #include <cstring>
 #include <chrono>
+#include <fstream>
 #include <string>
 #include <vector>
 #include <unistd.h>
 
-#include "../../lib/base/util.h"
+#include "../../lib/base/errors.h"
 
 struct TestCase {
     const char* name;
@@ -41,12 +42,10 @@ struct RegisterTest {
 
 struct TestAbort {};
 
-__attribute__((format(printf, 3, 4))) inline void check_failed(const char* file, int line, const char* format, ...) {
-    va_list args;
-    va_start(args, format);
-    const std::string text = format_list(format, args);
-    va_end(args);
-    if (tests().failed_checks++ < 10) std::printf("    %s:%d: %s\n", file, line, text.c_str()), std::fflush(stdout);
+template <class... Values>
+void check_failed(const char* file, int line, const char* format, const Values&... values) {
+    if (tests().failed_checks++ < 10) print("    %s:%d: %s\n", file, line, format_text(format, values...));
+    std::fflush(stdout);
 }
 
 #define CHECK(condition)                                                               \

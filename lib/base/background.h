@@ -11,21 +11,7 @@
 #include <system_error>
 #include <thread>
 
-#include "memory.h"
-#include "util.h"
-
-// What job() throws, as text; "" where it throws nothing.
-template <class Job>
-std::string error_of(const Job& job) {
-    try {
-        job();
-        return "";
-    } catch (const std::exception& e) {
-        return error_text(e);
-    } catch (...) {
-        return "an exception of unknown type";
-    }
-}
+#include "errors.h"
 
 // One thread that runs one job at a time. What a job throws is kept as text and never ends the program.
 class BackgroundTask {

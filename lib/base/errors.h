@@ -1,72 +1,102 @@
-// errors.h: how an error ends the program that nobody catches, and what stdout and stderr need for that. How the error
-// of a rank ends the others is in lib/run/world.h.
+// errors.h: everything a user can cause is thrown as an Error, whose text is one line: what went wrong, where (file,
+// offset, option), what was expected, what to do. main() prints it and exits with its status: 2 for wrong usage, 1 for
+// everything else.
 #pragma once
 #include <cstdio>
-#include <cstdlib>
 #include <exception>
+#include <limits>
+#include <new>
+#include <stdexcept>
 #include <string>
+#include <system_error>
 
-#if __has_include(<execinfo.h>)  // not musl
-#include <execinfo.h>
-#endif
-#include <fcntl.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
-#include "memory.h"
-#include "signals.h"
-#include "system.h"
-#include "util.h"
+#include "output.h"
+#include "text.h"
 
-// Where stdin, stdout or stderr is closed (2>&- in a script), the next file that is opened would get its number, and
-// what is printed would go into that file. So /dev/null is opened there, for the wrong direction: what is printed to a
-// closed stdout is lost, and has to count as lost, see output_is_whole().
-inline void open_closed_streams() {
-    for (int fd = 0; fd <= 2; fd++)
-        if (fcntl(fd, F_GETFD) < 0 && open("/dev/null", fd == 0 ? O_WRONLY : O_RDONLY) > 2) return;
+struct Error : std::runtime_error {
+    int status;
+    Error(int status, const std::string& text) : std::runtime_error(printable(text)), status(status) {}
+};
+
+// An error that every rank throws at the same place: rank 0 alone prints it.
+struct SharedError : Error {
+    explicit SharedError(const std::string& text, int status = 1) : Error(status, text) {}
+};
+
+[[noreturn]] inline void throw_error(int status, const char* format, std::initializer_list<Value> values) {
+    throw Error(status, format_values(format, values));
 }
 
-// At the end: has everything that was printed arrived? The disk behind stdout may be full. What nobody read is no
-// fault.
-inline bool output_is_whole() {
-    const bool whole = output().finish();
-    if (output().dropped && takes_output(STDERR_FILENO))
-        complain(format_text("%zu bytes of output were dropped, because nobody read them; the run's logs are whole",
-                             output().dropped));
-    return whole;
+// Bad data, a failed system call, a missing file: exit status 1.
+template <class... Values>
+[[noreturn]] void fail(const char* format, const Values&... values) {
+    throw_error(1, format, {values...});
 }
 
-// The end of a verb whose output is not whole: an error, unless the program ends with another status already, which
-// matters more. in_files: what it has done is in files.
-inline void complain_of_lost_output(int status, bool in_files) {
-    const std::string text =
-        format_text("not all of the output could be written to stdout, which is closed or full; %s",
-                    in_files ? "what belongs into files is whole there" : "make room where it goes, and run again");
-    if (status == 0) fail("%s", text.c_str());
-    std::fprintf(stderr, "train_nsa: warning: %s\n", text.c_str());
+// A wrong option or a contradiction between options: exit status 2.
+template <class... Values>
+[[noreturn]] void fail_usage(const char* format, const Values&... values) {
+    throw_error(2, format, {values...});
 }
 
-// An error that nobody catches, in a thread or in a parallel loop, ends the program in one line too.
-[[noreturn]] inline void end_uncaught() {
+// One line about something that went wrong and that the program survives. Where stderr would make it wait, it stands
+// among what is printed.
+inline void complain(const std::string& text) {
     output().settle();
-    try {
-        if (std::current_exception()) std::rethrow_exception(std::current_exception());
-        std::fprintf(stderr, "train_nsa: error: the program ended itself\n");
-    } catch (const std::exception& e) {
-        std::fprintf(stderr, "train_nsa: error: %s\n", error_text(e).c_str());
-    } catch (...) {
-        std::fprintf(stderr, "train_nsa: error: an exception of unknown type\n");
-    }
-    _exit(1);
+    std::FILE* const file = output().may_wait || takes_output(STDERR_FILENO) ? stderr : stdout;
+    std::fprintf(file, "train_nsa: warning: %s\n", printable(text).c_str());
 }
 
-// First of all in main(): streams, signals, and errors that come from libraries.
-inline void prepare_for_errors() {
-    open_closed_streams();
-    block_stop_signals();
-    std::set_terminate(end_uncaught);
-#if __has_include(<execinfo.h>)
-    void* frame;
-    backtrace(&frame, 1);  // loads libgcc_s, without which a thread cannot end, while there is memory for it
-#endif
-    if (memory_is_limited()) share_one_heap();
+template <class First, class... Values>
+void complain(const char* format, const First& first, const Values&... values) {
+    complain(format_values(format, {first, values...}));
 }
+
+// Bytes of addresses that this process may have (ulimit -v); infinity where there is no limit.
+inline double address_limit() {
+    struct rlimit r;
+    const bool limited = getrlimit(RLIMIT_AS, &r) == 0 && r.rlim_cur != RLIM_INFINITY;
+    return limited ? double(r.rlim_cur) : std::numeric_limits<double>::infinity();
+}
+
+inline bool memory_is_limited() { return address_limit() < std::numeric_limits<double>::infinity(); }
+
+// "; the process is limited to 300 MiB (ulimit -v)", or "".
+inline std::string memory_limit_text() {
+    if (!memory_is_limited()) return "";
+    return format_text("; the process is limited to %.0f MiB (ulimit -v)", address_limit() / (1 << 20));
+}
+
+// What went wrong, in words that the standard library does not have.
+inline std::string error_text(const std::exception& e) {
+    if (dynamic_cast<const std::bad_alloc*>(&e)) return "out of memory" + memory_limit_text();
+    return *e.what() ? e.what() : "an exception without text";
+}
+
+// What job() throws, as text; "" where it throws nothing.
+template <class Job>
+std::string error_of(const Job& job) {
+    try {
+        job();
+        return "";
+    } catch (const std::exception& e) {
+        return error_text(e);
+    } catch (...) {
+        return "an exception of unknown type";
+    }
+}
+
+// What start() returns, which starts a thread. purpose: what for, where the system has none to give.
+template <class Start>
+auto start_or_fail(const char* purpose, Start start) {
+    try {
+        return start();
+    } catch (const std::system_error& e) {
+        fail("cannot start a thread %s: %s; raise the limit on threads (ulimit -u) or on memory (ulimit -v)", purpose,
+             e.what());
+    }
+}
+

@@ -14,7 +14,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "util.h"
+#include "errors.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Reading.
@@ -33,9 +33,9 @@ inline bool is_gone(const std::string& path) {
 // regular: a pipe would be waited for, and a device has no end.
 inline uint64_t file_size(const std::string& path, bool regular = false) {
     struct stat s;
-    if (stat(path.c_str(), &s) != 0) fail("cannot open %s: %s", path.c_str(), std::strerror(errno));
-    if (S_ISDIR(s.st_mode)) fail("%s is a folder, a file was expected", path.c_str());
-    if (regular && !S_ISREG(s.st_mode)) fail("%s is a pipe or a device, a file was expected", path.c_str());
+    if (stat(path.c_str(), &s) != 0) fail("cannot open %s: %s", path, std::strerror(errno));
+    if (S_ISDIR(s.st_mode)) fail("%s is a folder, a file was expected", path);
+    if (regular && !S_ISREG(s.st_mode)) fail("%s is a pipe or a device, a file was expected", path);
     return uint64_t(s.st_size);
 }
 
@@ -43,7 +43,7 @@ inline uint64_t file_size(const std::string& path, bool regular = false) {
 using FileIdentity = std::pair<dev_t, ino_t>;
 inline FileIdentity file_identity(const std::string& path) {
     struct stat s;
-    if (stat(path.c_str(), &s) != 0) fail("cannot open %s: %s", path.c_str(), std::strerror(errno));
+    if (stat(path.c_str(), &s) != 0) fail("cannot open %s: %s", path, std::strerror(errno));
     return {s.st_dev, s.st_ino};
 }
 
@@ -51,7 +51,7 @@ inline FileIdentity file_identity(const std::string& path) {
 class FileReader {
   public:
     explicit FileReader(const std::string& file) : path(file), fd(::open(file.c_str(), O_RDONLY | O_CLOEXEC)) {
-        if (fd < 0) fail("cannot open %s: %s", path.c_str(), std::strerror(errno));
+        if (fd < 0) fail("cannot open %s: %s", path, std::strerror(errno));
     }
     FileReader(const FileReader&) = delete;
     FileReader& operator=(const FileReader&) = delete;
@@ -62,11 +62,8 @@ class FileReader {
         for (char* p = static_cast<char*>(to); bytes > 0;) {
             const ssize_t n = ::pread(fd, p, bytes, off_t(offset));
             if (n < 0 && errno == EINTR) continue;
-            if (n < 0)
-                fail("cannot read byte %llu of %s: %s", (unsigned long long)offset, path.c_str(), std::strerror(errno));
-            if (n == 0)
-                fail("%s was cut off at byte %llu while it was read: put it back", path.c_str(),
-                     (unsigned long long)offset);
+            if (n < 0) fail("cannot read byte %d of %s: %s", offset, path, std::strerror(errno));
+            if (n == 0) fail("%s was cut off at byte %d while it was read: put it back", path, offset);
             p += n;
             bytes -= size_t(n);
             offset += uint64_t(n);
@@ -82,9 +79,9 @@ class FileReader {
 inline std::string read_file(const std::string& path) {
     std::string bytes(file_size(path, true), '\0');
     std::ifstream in(path, std::ios::binary);
-    if (!in) fail("cannot open %s: %s", path.c_str(), std::strerror(errno));
+    if (!in) fail("cannot open %s: %s", path, std::strerror(errno));
     if (!in.read(&bytes[0], std::streamsize(bytes.size())))
-        fail("cannot read %zu bytes of %s: %s", bytes.size(), path.c_str(), std::strerror(errno));
+        fail("cannot read %d bytes of %s: %s", bytes.size(), path, std::strerror(errno));
     return bytes;
 }
 
@@ -121,7 +118,7 @@ inline void make_folders(const std::string& path) {
     for (size_t slash = path.find('/', 1);; slash = path.find('/', slash + 1)) {
         const std::string part = path.substr(0, slash);
         if (!part.empty() && mkdir(part.c_str(), 0777) != 0 && errno != EEXIST)
-            fail("cannot make folder %s: %s", part.c_str(), std::strerror(errno));
+            fail("cannot make folder %s: %s", part, std::strerror(errno));
         if (slash == std::string::npos) return;
     }
 }
@@ -129,7 +126,7 @@ inline void make_folders(const std::string& path) {
 // The entries of a folder but . and .., in no order.
 inline std::vector<std::string> folder_entries(const std::string& path) {
     DIR* folder = opendir(path.c_str());
-    if (!folder) fail("cannot read folder %s: %s", path.c_str(), std::strerror(errno));
+    if (!folder) fail("cannot read folder %s: %s", path, std::strerror(errno));
     std::vector<std::string> names;
     errno = 0;
     while (const dirent* entry = readdir(folder)) {
@@ -139,7 +136,7 @@ inline std::vector<std::string> folder_entries(const std::string& path) {
     }
     const int error = errno;
     closedir(folder);
-    if (error) fail("cannot read folder %s: %s", path.c_str(), std::strerror(error));
+    if (error) fail("cannot read folder %s: %s", path, std::strerror(error));
     return names;
 }
 
@@ -160,13 +157,13 @@ inline void remove_tree(const std::string& path) {
     struct stat s;
     if (lstat(path.c_str(), &s) != 0) {
         if (errno == ENOENT) return;
-        fail("cannot remove %s: %s", path.c_str(), std::strerror(errno));
+        fail("cannot remove %s: %s", path, std::strerror(errno));
     }
     const bool is_folder = S_ISDIR(s.st_mode);
     if (is_folder)
         for (const std::string& name : folder_entries(path)) remove_tree(path + "/" + name);
     if ((is_folder ? rmdir(path.c_str()) : unlink(path.c_str())) != 0)
-        fail("cannot remove %s: %s", path.c_str(), std::strerror(errno));
+        fail("cannot remove %s: %s", path, std::strerror(errno));
 }
 
 // The files that match a shell pattern, sorted by name; if there are none, the caller words the error. A folder that
@@ -184,7 +181,7 @@ inline std::vector<std::string> glob_files(const std::string& pattern) {
     if (glob(pattern.c_str(), 0, note, &found) == 0)
         for (size_t i = 0; i < found.gl_pathc; i++) paths.push_back(found.gl_pathv[i]);
     globfree(&found);
-    if (paths.empty() && !unreadable.empty()) fail("%s", unreadable.c_str());
+    if (paths.empty() && !unreadable.empty()) fail("%s", unreadable);
     return paths;
 }
 
@@ -249,7 +246,7 @@ inline FileRecord read_record(const std::string& path) {
 
 // For comparisons between ranks, which must read the same.
 inline std::string digest_text(const FileRecord& file) {
-    return format_text("%08x of %llu bytes", file.crc32c, (unsigned long long)file.size);
+    return format_text("%08x of %d bytes", file.crc32c, file.size);
 }
 
 // Writes all the bytes, or fails.
@@ -257,8 +254,7 @@ inline void write_all(int fd, const void* data, uint64_t bytes, const std::strin
     for (const char* p = static_cast<const char*>(data); bytes > 0;) {
         const ssize_t n = ::write(fd, p, size_t(std::min<uint64_t>(bytes, 1u << 30)));
         if (n < 0 && errno == EINTR) continue;
-        if (n <= 0)
-            fail("cannot write %s: %s", path.c_str(), n < 0 ? std::strerror(errno) : "the device took no bytes");
+        if (n <= 0) fail("cannot write %s: %s", path, n < 0 ? std::strerror(errno) : "the device took no bytes");
         p += n;
         bytes -= uint64_t(n);
     }
@@ -267,11 +263,11 @@ inline void write_all(int fd, const void* data, uint64_t bytes, const std::strin
 // Makes a folder's new files and renames durable.
 inline void sync_folder(const std::string& path) {
     const int fd = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (fd < 0) fail("cannot open folder %s to sync it: %s", path.c_str(), std::strerror(errno));
+    if (fd < 0) fail("cannot open folder %s to sync it: %s", path, std::strerror(errno));
     const int error = fsync(fd) == 0 ? 0 : errno;
     ::close(fd);
     // EINVAL: this file system cannot sync folders; its renames are as durable as it makes them.
-    if (error && error != EINVAL) fail("cannot sync folder %s: %s", path.c_str(), std::strerror(error));
+    if (error && error != EINVAL) fail("cannot sync folder %s: %s", path, std::strerror(error));
 }
 
 // The last line of a growing file, of at most 1000 bytes; "" where there is none.
@@ -293,7 +289,7 @@ class FileWriter {
   public:
     explicit FileWriter(const std::string& file)
         : path(file), fd(::open(file.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666)) {
-        if (fd < 0) fail("cannot create %s: %s", path.c_str(), std::strerror(errno));
+        if (fd < 0) fail("cannot create %s: %s", path, std::strerror(errno));
         record.name = name_of(path);
     }
     FileWriter(const FileWriter&) = delete;
@@ -318,16 +314,16 @@ class FileWriter {
     }
     // Other bytes in place of the file's first ones, which the record does not know.
     void write_again(const void* data, uint64_t bytes) {
-        if (lseek(fd, 0, SEEK_SET) != 0) fail("cannot seek in %s: %s", path.c_str(), std::strerror(errno));
+        if (lseek(fd, 0, SEEK_SET) != 0) fail("cannot seek in %s: %s", path, std::strerror(errno));
         write_all(fd, data, bytes, path);
     }
     // A failed fsync is final: the kernel may have dropped the pages, so a second fsync could report success for data
     // that is lost.
     FileRecord close() {
-        if (fsync(fd) != 0) fail("cannot sync %s: %s", path.c_str(), std::strerror(errno));
+        if (fsync(fd) != 0) fail("cannot sync %s: %s", path, std::strerror(errno));
         const int closing = fd;
         fd = -1;
-        if (::close(closing) != 0) fail("cannot close %s: %s", path.c_str(), std::strerror(errno));
+        if (::close(closing) != 0) fail("cannot close %s: %s", path, std::strerror(errno));
         return record;
     }
 
@@ -344,8 +340,7 @@ inline FileRecord write_text_file(const std::string& path, const std::string& te
 }
 
 inline void rename_path(const std::string& from, const std::string& to) {
-    if (std::rename(from.c_str(), to.c_str()) != 0)
-        fail("cannot rename %s to %s: %s", from.c_str(), to.c_str(), std::strerror(errno));
+    if (std::rename(from.c_str(), to.c_str()) != 0) fail("cannot rename %s to %s: %s", from, to, std::strerror(errno));
 }
 
 // How the files begin that may be replaced: pages of this program and their data.
@@ -358,22 +353,20 @@ inline void require_output_file(const char* option, const std::string& path, con
     if (path.empty()) return;
     struct stat s;
     if (!file_exists(folder_of(path) + "/."))
-        fail("--%s %s: there is no folder %s; make it first", option, path.c_str(), folder_of(path).c_str());
+        fail("--%s %s: there is no folder %s; make it first", option, path, folder_of(path));
     if (lstat(path.c_str(), &s) != 0) {
         if (errno == ENOENT) return;
-        fail("--%s %s: %s", option, path.c_str(), std::strerror(errno));
+        fail("--%s %s: %s", option, path, std::strerror(errno));
     }
-    if (S_ISDIR(s.st_mode)) fail("--%s %s is a folder: give the name of a file", option, path.c_str());
-    if (!S_ISREG(s.st_mode))
-        fail("--%s %s is a link, a pipe or a device: give the name of a file", option, path.c_str());
+    if (S_ISDIR(s.st_mode)) fail("--%s %s is a folder: give the name of a file", option, path);
+    if (!S_ISREG(s.st_mode)) fail("--%s %s is a link, a pipe or a device: give the name of a file", option, path);
     if (beginning.empty())
-        fail("--%s %s is there already and is not overwritten: choose another name, or remove it", option,
-             path.c_str());
+        fail("--%s %s is there already and is not overwritten: choose another name, or remove it", option, path);
     std::string found(beginning.size(), '\0');
     std::ifstream(path, std::ios::binary).read(&found[0], std::streamsize(found.size()));
     if (found != beginning)
         fail("--%s %s is there already, and this program has not written it: choose another name, or remove it", option,
-             path.c_str());
+             path);
 }
 
 // A crash at any moment leaves either the whole old text or the whole new one.
@@ -389,11 +382,10 @@ inline void replace_text_file(const std::string& path, const std::string& text) 
 inline void require_empty_folder(const std::string& to, const char* verb) {
     if (to.empty()) fail_usage("%s: --out is missing: the folder to write", verb);
     if (!file_exists(to)) return;
-    if (!file_exists(to + "/.")) fail("--out %s is a file: give a folder that does not exist yet", to.c_str());
+    if (!file_exists(to + "/.")) fail("--out %s is a file: give a folder that does not exist yet", to);
     const std::vector<std::string> entries = folder_entries(to);
     if (!entries.empty())
-        fail("--out %s is not empty, it holds %s: remove what is there, or give another folder", to.c_str(),
-             entries[0].c_str());
+        fail("--out %s is not empty, it holds %s: remove what is there, or give another folder", to, entries[0]);
 }
 
 // The file that an option names. It may have come there meanwhile.

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "files.h"
-#include "util.h"
+#include "text.h"
 
 // What --device may be. A build for another engine than CUDA has -DENGINE=NAME.
 #ifdef ENGINE
@@ -66,6 +66,6 @@ inline std::string why_no_gpu(const GpuSearch& s) {
         return format_text(
             "the NVIDIA driver knows CUDA %s at most and this program was built with CUDA %s: update the driver, or "
             "build again with a toolkit of CUDA %d (make NVCC=.../nvcc)",
-            cuda_version_text(s.driver).c_str(), cuda_version_text(s.toolkit).c_str(), s.driver / 1000);
+            cuda_version_text(s.driver), cuda_version_text(s.toolkit), s.driver / 1000);
     return "CUDA finds no GPU: " + s.error;
 }

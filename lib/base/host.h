@@ -13,7 +13,8 @@
 
 #include "files.h"
 #include "system.h"
-#include "util.h"
+#include "errors.h"
+#include "memory.h"
 
 // The processors this process may use: what the launcher or the container left of the machine.
 inline int usable_processors() {

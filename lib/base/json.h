@@ -9,7 +9,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "util.h"
+#include "errors.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Writing.
@@ -142,9 +142,7 @@ struct Json {
     }
 
     const Json& require(Kind wanted, const std::string& where) const {
-        if (kind != wanted)
-            fail("%s: byte %llu: found %s, expected %s", where.c_str(), (unsigned long long)offset, name(kind),
-                 name(wanted));
+        if (kind != wanted) fail("%s: byte %d: found %s, expected %s", where, offset, name(kind), name(wanted));
         return *this;
     }
 
@@ -158,9 +156,7 @@ struct Json {
     const Json& get(const std::string& key, const std::string& where) const {
         require(Object, where);
         const Json* value = find(key);
-        if (!value)
-            fail("%s: byte %llu: the object has no key %s", where.c_str(), (unsigned long long)offset,
-                 json_quote(key).c_str());
+        if (!value) fail("%s: byte %d: the object has no key %s", where, offset, json_quote(key));
         return *value;
     }
 
@@ -168,8 +164,7 @@ struct Json {
     int64_t integer(const std::string& where) const {
         require(Number, where);
         if (!is_integer)
-            fail("%s: byte %llu: found %.17g, expected a whole number of 64 bits", where.c_str(),
-                 (unsigned long long)offset, number_value);
+            fail("%s: byte %d: found %.17g, expected a whole number of 64 bits", where, offset, number_value);
         return integer_value;
     }
     // The same, and 2.0 up to 2^53, as programs write it that keep numbers as doubles.
@@ -222,11 +217,10 @@ struct JsonParser {
     [[noreturn]] void error(const char* expected) const {
         std::string found = "the end of the text";
         if (at < bytes.size()) {
-            const unsigned char c = static_cast<unsigned char>(bytes[at]);
-            found = c > 0x20 && c < 0x7F ? format_text("'%c'", c) : format_text("byte 0x%02x", c);
+            const char c = bytes[at];
+            found = c > 0x20 && c < 0x7F ? format_text("'%s'", c) : format_text("byte 0x%02x", uint8_t(c));
         }
-        fail("%s: byte %llu: not valid JSON: found %s, expected %s", where.c_str(),
-             (unsigned long long)(first_byte + at), found.c_str(), expected);
+        fail("%s: byte %d: not valid JSON: found %s, expected %s", where, first_byte + at, found, expected);
     }
 
     void parse_digits() {
@@ -259,8 +253,7 @@ struct JsonParser {
         value.kind = Json::Number;
         value.number_value = std::strtod(digits.c_str(), nullptr);
         if (std::isinf(value.number_value))
-            fail("%s: byte %llu: the number is beyond a double's range", where.c_str(),
-                 (unsigned long long)value.offset);
+            fail("%s: byte %d: the number is beyond a double's range", where, value.offset);
         errno = 0;
         value.text = digits;
         value.integer_value = whole ? std::strtoll(digits.c_str(), nullptr, 10) : 0;
@@ -301,8 +294,8 @@ struct JsonParser {
                 }
                 if (has_bytes && code >= 0xDC80 && code <= 0xDCFF) return void(out += char(code & 0xFF));
                 if (code >= 0xD800 && code <= 0xDFFF)
-                    fail("%s: byte %llu: not valid JSON: an escape that is only half of a surrogate pair",
-                         where.c_str(), (unsigned long long)(first_byte + escape));
+                    fail("%s: byte %d: not valid JSON: an escape that is only half of a surrogate pair", where,
+                         first_byte + escape);
                 utf8_append(out, code);
                 return;
             }
@@ -377,22 +370,18 @@ struct JsonParser {
         std::sort(sorted.begin(), sorted.end(), [](const std::string* a, const std::string* b) { return *a < *b; });
         for (size_t i = 1; i < sorted.size(); i++)
             if (*sorted[i] == *sorted[i - 1])
-                fail("%s: byte %llu: the object has the key %s twice", where.c_str(), (unsigned long long)value.offset,
-                     json_quote(*sorted[i]).c_str());
+                fail("%s: byte %d: the object has the key %s twice", where, value.offset, json_quote(*sorted[i]));
     }
 
     Json parse_value(int depth) {
         skip_space();
         Json value;
         value.offset = first_byte + at;
-        if (++values > max_values)
-            fail("%s: byte %llu: JSON of more than %zu values", where.c_str(), (unsigned long long)value.offset,
-                 max_values);
+        if (++values > max_values) fail("%s: byte %d: JSON of more than %d values", where, value.offset, max_values);
         const int c = peek();
         if (c == '{' || c == '[') {
             if (depth == max_depth)
-                fail("%s: byte %llu: JSON nested deeper than %d levels", where.c_str(),
-                     (unsigned long long)(first_byte + at), max_depth);
+                fail("%s: byte %d: JSON nested deeper than %d levels", where, first_byte + at, max_depth);
             if (c == '{') parse_object(value, depth + 1);
             else parse_array(value, depth + 1);
         } else if (c == '"') {

@@ -1,9 +1,8 @@
-// memory.h: what the limits of a process leave it (ulimit -v), and errors that say so where there is no
-// memory left. Used by the engines and by errors.h.
+// memory.h: what the limits of a process and of its container leave it, and memory that begins at a cache line. Used by
+// the engines, host.h and errors.h.
 #pragma once
 #include <algorithm>
 #include <cstdlib>
-#include <exception>
 #include <fstream>
 #include <limits>
 #include <new>
@@ -11,31 +10,62 @@
 #include <vector>
 
 #include <sys/mman.h>
-#include <sys/resource.h>
 #include <unistd.h>
 
+#include "errors.h"
 #include "system.h"
-#include "util.h"
 
-// Bytes of addresses that this process may have (ulimit -v); infinity where there is no limit.
-inline double address_limit() {
-    struct rlimit r;
-    const bool limited = getrlimit(RLIMIT_AS, &r) == 0 && r.rlim_cur != RLIM_INFINITY;
-    return limited ? double(r.rlim_cur) : std::numeric_limits<double>::infinity();
-}
-
-inline bool memory_is_limited() { return address_limit() < std::numeric_limits<double>::infinity(); }
-
-// "; the process is limited to 300 MiB (ulimit -v)", or "".
-inline std::string memory_limit_text() {
-    if (!memory_is_limited()) return "";
-    return format_text("; the process is limited to %.0f MiB (ulimit -v)", address_limit() / (1 << 20));
-}
-
-// What went wrong, in words that the standard library does not have.
-inline std::string error_text(const std::exception& e) {
-    if (dynamic_cast<const std::bad_alloc*>(&e)) return "out of memory" + memory_limit_text();
-    return *e.what() ? e.what() : "an exception without text";
+// What the control groups of this process (the limits of a container or a Slurm job; of version 2, or of version 1,
+// which has a tree for each kind of limit) leave it: bytes of memory that it can still allocate, counting file pages
+// that the kernel would give back, and processors. Infinity where there is no limit.
+struct ResourceLimits {
+    double bytes = std::numeric_limits<double>::infinity(), processors = std::numeric_limits<double>::infinity();
+};
+inline ResourceLimits cgroup_limits(const std::string& root = "/sys/fs/cgroup",
+                                    const std::string& own_group = "/proc/self/cgroup") {
+    ResourceLimits limits;
+    const auto limit_memory = [&](const std::string& max_file, const std::string& current_file,
+                                  const std::string& statistics_file, const std::string& prefix) {
+        double most, current;
+        if (!(std::ifstream(max_file) >> most && std::ifstream(current_file) >> current)) return;
+        std::ifstream statistics(statistics_file);
+        std::string key;
+        for (double value; statistics >> key >> value;)
+            if (key == prefix + "active_file" || key == prefix + "inactive_file") current -= value;
+        limits.bytes = std::min(limits.bytes, std::max(0.0, most - current));
+    };
+    // without a limit version 2 says max, which is no number, and version 1 says -1
+    const auto limit_processors = [&](double quota, double period) {
+        if (quota > 0 && period > 0) limits.processors = std::min(limits.processors, quota / period);
+    };
+    std::ifstream groups(own_group);
+    for (std::string line; std::getline(groups, line);) {  // 0::/group, or 4:cpu,cpuacct:/group
+        const size_t kinds_at = line.find(':') + 1, group_at = line.find(":/") + 1;
+        if (kinds_at == 0 || group_at < kinds_at + 1) continue;
+        const std::string kinds = line.substr(kinds_at, group_at - 1 - kinds_at);
+        const bool has_memory = ("," + kinds + ",").find(",memory,") != std::string::npos,
+                   has_processors = ("," + kinds + ",").find(",cpu,") != std::string::npos;
+        // this group, then every group above it; in a container the names may be those outside, and it sees the root
+        for (std::string group = line.substr(group_at);; group.erase(group.rfind('/'))) {
+            if (group == "/") group.clear();
+            const std::string folder = root + (kinds.empty() ? "" : "/" + kinds) + group + "/";
+            double quota = 0, period = 0;
+            if (kinds.empty())
+                limit_memory(folder + "memory.max", folder + "memory.current", folder + "memory.stat", "");
+            if (kinds.empty() && std::ifstream(folder + "cpu.max") >> quota >> period) limit_processors(quota, period);
+            if (has_memory)
+                limit_memory(folder + "memory.limit_in_bytes", folder + "memory.usage_in_bytes", folder + "memory.stat",
+                             "total_");
+            for (const std::string& tree : {kinds, std::string("cpu")}) {
+                const std::string cpu = root + "/" + tree + group + "/cpu.cfs_";
+                if (has_processors && std::ifstream(cpu + "quota_us") >> quota &&
+                    std::ifstream(cpu + "period_us") >> period)
+                    limit_processors(quota, period);
+            }
+            if (group.empty()) break;
+        }
+    }
+    return limits;
 }
 
 // What the machine has left for each of so many processes, and the container and the limit of this process allow;
@@ -91,7 +121,7 @@ class Workspace {
             data = static_cast<T*>(aligned_memory(count * sizeof(T) + 64));
             if (!data)
                 fail("out of memory: %.1f MiB of scratch were asked for%s", double(count * sizeof(T)) / (1 << 20),
-                     memory_limit_text().c_str());
+                     memory_limit_text());
             capacity = count;
         }
         return data;

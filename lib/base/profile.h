@@ -5,7 +5,7 @@
 #include <cstdio>
 #include <utility>
 
-#include "util.h"
+#include "errors.h"
 #if defined(USE_CUDA) && !defined(__HIP__) && __has_include(<nvtx3/nvToolsExt.h>)  // a package of its own
 #include <nvtx3/nvToolsExt.h>
 #define HAVE_NVTX
@@ -47,12 +47,11 @@ class StepProfiler {
     // After the last of them, or of the run: `step`.
     template <class Dev>
     void end(int64_t step, Dev& dev) {
-        if (first && !begun && prints) complain(format_text("--profile-steps: step %lld never came", (long long)first));
+        if (first && !begun && prints) complain("--profile-steps: step %d never came", first);
         if constexpr (!Dev::on_host)
             if (begun) dev.stop_profiler();
         if (begun && prints)
-            std::printf("profile: steps %lld to %lld stand between cudaProfilerStart and cudaProfilerStop\n",
-                        (long long)begun, (long long)step);
+            print("profile: steps %d to %d stand between cudaProfilerStart and cudaProfilerStop\n", begun, step);
         first = begun = 0;
         last = -1;
     }

@@ -10,12 +10,13 @@
 
 #include <unistd.h>
 
-#include "util.h"
+#include "errors.h"
+#include "clock.h"
 
 inline std::string duration_text(double seconds) {
     const long s = long(seconds + 0.5);
-    return s < 3600 ? format_text("%ld:%02ld", s / 60, s % 60)
-                    : format_text("%ld:%02ld:%02ld", s / 3600, s / 60 % 60, s % 60);
+    return s < 3600 ? format_text("%d:%02d", s / 60, s % 60)
+                    : format_text("%d:%02d:%02d", s / 3600, s / 60 % 60, s % 60);
 }
 
 // Shows what is done as long as it exists. A thread writes the line, so that the work need not be cut into pieces, and

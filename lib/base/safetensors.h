@@ -78,21 +78,21 @@ class SafeTensors {
 
     explicit SafeTensors(const std::string& file) : path(file) {
         const uint64_t size = file_size(file, true);
-        if (size < 8) fail("%s: %llu bytes are too few for a safetensors file", file.c_str(), (unsigned long long)size);
+        if (size < 8) fail("%s: %d bytes are too few for a safetensors file", file, size);
         const int fd = ::open(file.c_str(), O_RDONLY);
-        if (fd < 0) fail("cannot open %s: %s", file.c_str(), std::strerror(errno));
+        if (fd < 0) fail("cannot open %s: %s", file, std::strerror(errno));
         void* mapped = mmap(nullptr, size, PROT_READ, MAP_PRIVATE, fd, 0);
         ::close(fd);
-        if (mapped == MAP_FAILED) fail("cannot map %s: %s", file.c_str(), std::strerror(errno));
+        if (mapped == MAP_FAILED) fail("cannot map %s: %s", file, std::strerror(errno));
         map = std::shared_ptr<const char>(static_cast<const char*>(mapped),
                                           [size](const char* m) { munmap(const_cast<char*>(m), size); });
         uint64_t length;
         std::memcpy(&length, map.get(), 8);
         if (length > size - 8)
             fail(
-                "%s: byte 0: the header is said to be %llu bytes long, the file has %llu after it: truncated, or no "
+                "%s: byte 0: the header is said to be %d bytes long, the file has %d after it: truncated, or no "
                 "safetensors file",
-                file.c_str(), (unsigned long long)length, (unsigned long long)(size - 8));
+                file, length, size - 8);
         const char* const data = map.get() + 8 + length;
         data_bytes = size - 8 - length;
         read_header(parse_json(std::string(map.get() + 8, length), path, 8), data);
@@ -108,13 +108,10 @@ class SafeTensors {
     // The tensor of this name, type and shape, or one line that says what is wrong.
     const TensorView& get(const std::string& name, const std::string& dtype, const std::vector<int64_t>& shape) const {
         const TensorView* t = find(name);
-        if (!t) fail("%s: tensor %s is missing", path.c_str(), name.c_str());
-        if (t->dtype != dtype)
-            fail("%s: tensor %s has dtype %s, expected %s", path.c_str(), name.c_str(), t->dtype.c_str(),
-                 dtype.c_str());
+        if (!t) fail("%s: tensor %s is missing", path, name);
+        if (t->dtype != dtype) fail("%s: tensor %s has dtype %s, expected %s", path, name, t->dtype, dtype);
         if (t->shape != shape)
-            fail("%s: tensor %s has shape [%s], expected [%s]", path.c_str(), name.c_str(),
-                 shape_text(t->shape).c_str(), shape_text(shape).c_str());
+            fail("%s: tensor %s has shape [%s], expected [%s]", path, name, shape_text(t->shape), shape_text(shape));
         return *t;
     }
 
@@ -130,7 +127,7 @@ class SafeTensors {
     }
 
     void read_header(const Json& root, const char* data) {
-        if (root.kind != Json::Object) fail("%s: byte 8: the header is no JSON object", path.c_str());
+        if (root.kind != Json::Object) fail("%s: byte 8: the header is no JSON object", path);
         for (size_t i = 0; i < root.keys.size(); i++) {
             const Json& entry = root.items[i];
             const std::string where = path + ": " + root.keys[i];
@@ -139,7 +136,7 @@ class SafeTensors {
                 tensors.back().name = root.keys[i];
                 continue;
             }
-            if (entry.kind != Json::Object && entry.kind != Json::Null) fail("%s: no JSON object", where.c_str());
+            if (entry.kind != Json::Object && entry.kind != Json::Null) fail("%s: no JSON object", where);
             for (size_t j = 0; j < entry.keys.size(); j++)
                 metadata[entry.keys[j]] = entry.items[j].string(where + ": " + entry.keys[j]);
         }
@@ -149,22 +146,20 @@ class SafeTensors {
         TensorView t;
         t.dtype = entry.string("dtype", where);
         t.bytes = uint64_t(safetensors_dtype_bytes(t.dtype));
-        if (t.bytes == 0) fail("%s: dtype %s is unknown", where.c_str(), t.dtype.c_str());
+        if (t.bytes == 0) fail("%s: dtype %s is unknown", where, t.dtype);
         for (const Json& extent : entry.array("shape", where)) {
             const int64_t n = extent.integer(where + ": shape");
             if (n < 0 || (n > 0 && t.bytes > data_bytes / uint64_t(n)))
-                fail("%s: the shape needs more bytes than the file's %llu", where.c_str(),
-                     (unsigned long long)data_bytes);
+                fail("%s: the shape needs more bytes than the file's %d", where, data_bytes);
             t.shape.push_back(n);
             t.bytes *= uint64_t(n);
         }
         const std::vector<Json>& offsets = entry.array("data_offsets", where);
-        if (offsets.size() != 2) fail("%s: data_offsets has %zu numbers, expected 2", where.c_str(), offsets.size());
+        if (offsets.size() != 2) fail("%s: data_offsets has %d numbers, expected 2", where, offsets.size());
         const int64_t begin = offsets[0].integer(where), end = offsets[1].integer(where);
         if (begin < 0 || end < begin || uint64_t(end) > data_bytes || uint64_t(end - begin) != t.bytes)
-            fail("%s: data_offsets [%lld, %lld] do not fit %llu bytes of the shape in a file with %llu of data",
-                 where.c_str(), (long long)begin, (long long)end, (unsigned long long)t.bytes,
-                 (unsigned long long)data_bytes);
+            fail("%s: data_offsets [%d, %d] do not fit %d bytes of the shape in a file with %d of data", where, begin,
+                 end, t.bytes, data_bytes);
         t.data = data + begin;
         return t;
     }
@@ -179,14 +174,10 @@ class SafeTensors {
         std::sort(spans.begin(), spans.end());
         uint64_t at = 0;
         for (const auto& span : spans) {
-            if (span.first != at)
-                fail("%s: tensors overlap or leave a hole at byte %llu of the data", path.c_str(),
-                     (unsigned long long)at);
+            if (span.first != at) fail("%s: tensors overlap or leave a hole at byte %d of the data", path, at);
             at = span.second;
         }
-        if (at != data_bytes)
-            fail("%s: tensors end at byte %llu of the data, the file has %llu", path.c_str(), (unsigned long long)at,
-                 (unsigned long long)data_bytes);
+        if (at != data_bytes) fail("%s: tensors end at byte %d of the data, the file has %d", path, at, data_bytes);
     }
 
     // Old writers did not align tensors, so some cannot be read in place and are copied. After check_layout: the copies

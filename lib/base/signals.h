@@ -20,7 +20,8 @@
 #include <unistd.h>
 
 #include "output.h"
-#include "util.h"
+#include "errors.h"
+#include "clock.h"
 
 enum Stop { GO_ON, HALTED, TERMINATED, INTERRUPTED };
 

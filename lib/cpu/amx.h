@@ -7,7 +7,7 @@
 #include <cstdint>
 
 #include "../model/bf16.h"
-#include "../base/util.h"
+#include "../model/shape.h"
 
 // Rows and columns of a tile of fp32, and the pairs of bf16 in a row of a tile.
 constexpr int TILE = 16;

@@ -19,7 +19,6 @@
 #include "../model/bf16.h"
 #include "../base/memory.h"
 #include "../base/processor.h"
-#include "../base/util.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The micro-kernel, C[R rows][NV vectors] (+)= A[R][depth] B[depth][NV vectors], with C in registers. GCC's vector

@@ -9,7 +9,7 @@
 
 #include "../base/memory.h"
 #include "../base/processor.h"
-#include "../base/util.h"
+#include "../base/errors.h"
 
 struct HostRuntime {
     static constexpr bool on_host = true;
@@ -24,7 +24,7 @@ struct HostRuntime {
         void* p = aligned_memory(bytes);
         if (!p)
             fail("out of memory: %.1f MiB were asked for%s; choose a smaller --batch or --seq-len",
-                 double(bytes) / (1 << 20), memory_limit_text().c_str());
+                 double(bytes) / (1 << 20), memory_limit_text());
         if (poison) std::memset(p, 0xFF, bytes);
         return static_cast<T*>(p);
     }

@@ -15,6 +15,7 @@
 #include <string>
 
 #ifndef PRECISION_FP32
+#include "../base/random.h"
 #include "attention_tiles.cuh"
 #endif
 #include "../model/shape.h"
@@ -742,7 +743,7 @@ inline SelectedKernel resolve_selected(AttentionPath asked, const NsaShape& s, b
     if (asked.selected == SelectedKernel::GATHER && !possible)
         fail_usage(
             "%d query heads in a group, of dimension %d: gathered rows have room for %d, and need less shared memory "
-            "than the %zu bytes of this GPU; choose --attention-kernel %s",
+            "than the %d bytes of this GPU; choose --attention-kernel %s",
             s.heads_per_group(), D, gather_rows<D>(true), max_shared_of_device(),
             ATTENTION_KERNELS[TENSOR_CORES_KERNEL].name);
     if (asked.selected != SelectedKernel::AUTO) return asked.selected;

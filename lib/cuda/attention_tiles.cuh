@@ -11,6 +11,7 @@
 #include <initializer_list>
 #include <type_traits>
 
+#include "../base/random.h"
 #include "../model/shape.h"
 #include "attention_kernels.h"
 #include "runtime.cuh"
@@ -182,7 +183,7 @@ inline void with_head_dimension(int dimension, F f) {
     fail_usage(
         "a head dimension of %d: the attention on tensor cores has %s; choose one of them, --attention-kernel %s, or "
         "the CPU",
-        dimension, have.c_str(), ATTENTION_KERNELS[PLAIN_KERNEL].name);
+        dimension, have, ATTENTION_KERNELS[PLAIN_KERNEL].name);
 }
 // Calls f(std::integral_constant<Multiplier, by>()) for who multiplies heads of dimension D.
 template <int D, class F>
@@ -195,7 +196,7 @@ inline void with_multiplier(bool warpgroups, F f) {
 inline void check_shared_bytes(size_t bytes, int D, size_t max_shared = max_shared_of_device()) {
     if (bytes > max_shared)
         fail_usage(
-            "a head dimension of %d: attention takes %zu bytes of shared memory for a block, this GPU has %zu; choose "
+            "a head dimension of %d: attention takes %d bytes of shared memory for a block, this GPU has %d; choose "
             "--head-dim 64, or --attention-kernel plain",
             D, bytes, max_shared);
 }

@@ -11,7 +11,7 @@
 //   - has at most one barrier or warp function on a source line, whose mask names exactly the lanes that take part;
 //   - is launched in blocks of a multiple of 32 threads, none of which returns before a barrier.
 #pragma once
-#include "../base/util.h"
+#include "../base/errors.h"
 
 #if defined(__HIP__)
 #include "hip_common.h"

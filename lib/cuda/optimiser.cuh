@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "../base/random.h"
 #include "../model/engine.h"
 #include "common.cuh"
 #include "runtime.cuh"

@@ -411,7 +411,7 @@ struct CudaRuntime {
     static void check_aligned(size_t bytes, size_t element) {
         if (bytes % 16)
             fail_usage(
-                "a row of a matrix begins %zu bytes after a multiple of 16, which tensor cores cannot read: on a GPU "
+                "a row of a matrix begins %d bytes after a multiple of 16, which tensor cores cannot read: on a GPU "
                 "--dim, --head-dim, --mlp-hidden and --phi-hidden have to be multiples of %d; or use --device cpu",
                 bytes % 16, int(16 / element));
     }
@@ -516,7 +516,7 @@ struct CudaRuntime {
             fail(
                 "GPU %d, %s, has compute capability %d.%d; bf16 needs 8.0 or later: build again with PRECISION=FP32 "
                 "%s, or use --device cpu",
-                device, properties.name, properties.major, properties.minor, setting_for(properties).c_str());
+                device, properties.name, properties.major, properties.minor, setting_for(properties));
         CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
         int* const probed = allocate<int>(1);
         int specific = 0;
@@ -526,7 +526,7 @@ struct CudaRuntime {
             fail(
                 "this program was not built for GPU %d, %s, of compute capability %d.%d: build it again with make %s "
                 "(%s)",
-                device, properties.name, properties.major, properties.minor, setting_for(properties).c_str(), e.what());
+                device, properties.name, properties.major, properties.minor, setting_for(properties), e.what());
         }
         copy(&specific, (const int*)probed, 1);
         release(probed);
@@ -626,10 +626,10 @@ struct CudaRuntime {
         m.algorithms.erase(std::remove_if(m.algorithms.begin(), m.algorithms.end(), is_unusable), m.algorithms.end());
         if (m.algorithms.empty())
             fail(
-                "cuBLASLt knows no way to multiply %lld x %lld x %lld (%lld at a time) on %s; please report the GPU "
+                "cuBLASLt knows no way to multiply %d x %d x %d (%d at a time) on %s; please report the GPU "
                 "and this line, and build with NO_CUBLAS=1 meanwhile, which multiplies by a plain kernel of our own, "
                 "slowly",
-                (long long)M, (long long)N, (long long)K, (long long)count, properties.name);
+                M, N, K, count, properties.name);
         return m;
     }
     void set_alignment(cublasLtMatmulPreferenceAttributes_t which, int64_t bytes) {
@@ -639,9 +639,8 @@ struct CudaRuntime {
     // "32768 x 768 x 3072 nt": M, N, K, and which factors are transposed
     static std::string name_of(const MatmulShape& shape) {
         const auto& n = shape.numbers;
-        std::string name = format_text("%lld x %lld x %lld %c%c", (long long)n[2], (long long)n[3], (long long)n[4],
-                                       n[0] ? 't' : 'n', n[1] ? 't' : 'n');
-        if (n[8] > 1) name += format_text(", %lld at a time", (long long)n[8]);
+        std::string name = format_text("%d x %d x %d %s%s", n[2], n[3], n[4], n[0] ? 't' : 'n', n[1] ? 't' : 'n');
+        if (n[8] > 1) name += format_text(", %d at a time", n[8]);
         return name;
     }
     // "algorithm 66, tile 20, stages 35, splits 1, 0.97 waves, number 1 of 8": the numbers are cuBLASLt's own.
@@ -653,7 +652,7 @@ struct CudaRuntime {
             CUBLAS_CHECK(cublasLtMatmulAlgoConfigGetAttribute(&chosen.algo, which, &value, sizeof value, &written));
             return value;
         };
-        return format_text("algorithm %d, tile %d, stages %d, splits %d, %.2f waves, number %zu of %zu",
+        return format_text("algorithm %d, tile %d, stages %d, splits %d, %.2f waves, number %d of %d",
                            number(CUBLASLT_ALGO_CONFIG_ID), number(CUBLASLT_ALGO_CONFIG_TILE_ID),
                            number(CUBLASLT_ALGO_CONFIG_STAGES_ID), number(CUBLASLT_ALGO_CONFIG_SPLITK_NUM),
                            double(chosen.wavesCount), m.chosen + 1, m.algorithms.size());
@@ -664,8 +663,8 @@ struct CudaRuntime {
         cudaGetLastError();  // cleared, else the next launch would report it
         const std::string failed = describe(m);
         m.chosen++;
-        complain(format_text("cuBLASLt failed to multiply %s by its %s: %s; taking %s", name_of(shape).c_str(),
-                             failed.c_str(), cublasLtGetStatusString(status), describe(m).c_str()));
+        complain("cuBLASLt failed to multiply %s by its %s: %s; taking %s", name_of(shape), failed,
+                 cublasLtGetStatusString(status), describe(m));
     }
 #endif
 };

@@ -131,7 +131,7 @@ class BpeTrainer {
             bytes += word.first.size() + 1;
         }
         if (bytes >= UINT32_MAX)
-            fail("the distinct words of the text have %zu bytes, more than 4 GB: give a part of it", bytes);
+            fail("the distinct words of the text have %d bytes, more than 4 GB: give a part of it", bytes);
         std::sort(by_count.begin(), by_count.end(), [](auto* a, auto* b) { return a->second > b->second; });
         uint16_t id_of_byte[256];
         for (uint16_t id = 0; id < 256; id++) id_of_byte[uint8_t(tokens[id][0])] = id;
@@ -227,20 +227,17 @@ inline void train_vocabulary(TokenizeOptions options) {
     const size_t size = bpe.tokens.size() + 1;
     if (size < size_t(options.size))
         complain(
-            format_text("the vocabulary has %zu tokens, not the %lld of --size: no other pair occurs twice in this "
-                        "text and makes at most %u bytes",
-                        size, (long long)options.size, BpeTrainer::longest_token));
-    std::printf("vocabulary: read %s, %llu bytes in %.2f s\n", counted(int64_t(inputs.files.size()), "file").c_str(),
-                (unsigned long long)read.bytes, read.seconds);
-    std::printf("vocabulary: %s, %llu bytes of text, %llu words, %zu of them distinct\n",
-                counted(int64_t(documents), "document").c_str(), (unsigned long long)read.text_bytes,
-                (unsigned long long)words, distinct);
+            "the vocabulary has %d tokens, not the %d of --size: no other pair occurs twice in this "
+            "text and makes at most %d bytes",
+            size, options.size, BpeTrainer::longest_token);
+    print("vocabulary: read %s, %d bytes in %.2f s\n", counted(int64_t(inputs.files.size()), "file"), read.bytes,
+          read.seconds);
+    print("vocabulary: %s, %d bytes of text, %d words, %d of them distinct\n", counted(int64_t(documents), "document"),
+          read.text_bytes, words, distinct);
     const std::string merges = counted(int64_t(bpe.merged.size()), "merge");
-    std::printf("vocabulary: %s in %.2f s; the last pair occurs %s; %.3f bytes of this text per token\n",
-                merges.c_str(), progress.seconds(), counted(bpe.last_count, "time").c_str(),
-                double(read.text_bytes) / double(bpe.text_tokens));
-    std::printf("vocabulary: 256 bytes + %s + end-of-text = %zu tokens in %s/vocab.bpe and encoder.json\n",
-                merges.c_str(), size, printable(options.out).c_str());
-    std::printf("next: give --tokenizer gpt2 --vocab-dir %s to tokenize and to the training\n",
-                shell_word(options.out).c_str());
+    print("vocabulary: %s in %.2f s; the last pair occurs %s; %.3f bytes of this text per token\n", merges,
+          progress.seconds(), counted(bpe.last_count, "time"), double(read.text_bytes) / double(bpe.text_tokens));
+    print("vocabulary: 256 bytes + %s + end-of-text = %d tokens in %s/vocab.bpe and encoder.json\n", merges, size,
+          printable(options.out));
+    print("next: give --tokenizer gpt2 --vocab-dir %s to tokenize and to the training\n", shell_word(options.out));
 }

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "shards.h"
-#include "../base/util.h"
+#include "../base/errors.h"
 
 struct DataSet {
     std::string pattern;  // for glob_files(), or "synthetic"
@@ -60,11 +60,11 @@ inline std::vector<DataSet> weighted_sets(const std::string& text, const char* o
                 fail_usage(
                     "%s '%s': '%s' is no weight, expected an integer in 1..%d; a : or , that belongs to a path needs "
                     "a \\ before it",
-                    option, text.c_str(), weight.c_str(), MOST);
+                    option, text, weight, MOST);
             set.pattern.resize(colons.back());
         }
         if (set.pattern.empty() || (set.pattern == "synthetic" && texts.size() > 1))
-            fail_usage("%s '%s': %s", option, text.c_str(),
+            fail_usage("%s '%s': %s", option, text,
                        set.pattern.empty() ? "a pattern is empty" : "the synthetic corpus cannot be mixed");
         sets.push_back(set);
     }
@@ -91,17 +91,17 @@ inline std::vector<DataSet> named_sets(const std::string& text, const char* opti
             fail_usage(
                 "%s '%s': '%s' is no name, expected at most 32 letters, digits, _ - and .; a = or , that belongs to a "
                 "path needs a \\ before it",
-                option, text.c_str(), set.name.c_str());
-        if (set.pattern.empty()) fail_usage("%s '%s': a pattern is empty", option, text.c_str());
+                option, text, set.name);
+        if (set.pattern.empty()) fail_usage("%s '%s': a pattern is empty", option, text);
         for (const DataSet& other : sets)
             if (other.name == set.name && begin)
-                fail_usage("%s '%s': the name '%s' is there twice", option, text.c_str(), set.name.c_str());
+                fail_usage("%s '%s': the name '%s' is there twice", option, text, set.name);
         sets.push_back(set);
     }
     for (const DataSet& set : sets)
         if (sets.size() > 1 && set.name.empty())
-            fail_usage("%s '%s': '%s' has no name; of several sets each needs one, as in 'web=%s,...'", option,
-                       text.c_str(), set.pattern.c_str(), set.pattern.c_str());
+            fail_usage("%s '%s': '%s' has no name; of several sets each needs one, as in 'web=%s,...'", option, text,
+                       set.pattern, set.pattern);
     return sets;
 }
 
@@ -120,9 +120,9 @@ inline std::vector<std::vector<std::string>> files_of(const std::vector<DataSet>
             if (is_new) continue;
             if (other != file)
                 fail_usage("%s: %s is the same file as %s: its samples would count twice; leave one of them out",
-                           option, file.c_str(), other.c_str());
-            fail_usage("%s: %s matches both '%s' and '%s': which weight it has would be unclear", option, file.c_str(),
-                       pattern.c_str(), set.pattern.c_str());
+                           option, file, other);
+            fail_usage("%s: %s matches both '%s' and '%s': which weight it has would be unclear", option, file, pattern,
+                       set.pattern);
         }
     }
     return files;
@@ -208,8 +208,7 @@ inline std::string changed_shards(const std::vector<std::string>& then, const st
     };
     const auto words = [](const std::vector<std::string>& names, const char* what) {
         if (names.empty()) return std::string();
-        std::string text =
-            format_text("%zu shard%s %s (%s", names.size(), names.size() == 1 ? "" : "s", what, names[0].c_str());
+        std::string text = format_text("%d shard%s %s (%s", names.size(), names.size() == 1 ? "" : "s", what, names[0]);
         if (names.size() > 1) text += (names.size() > 2 ? " to " : ", ") + names.back();
         return text + ")";
     };

@@ -137,13 +137,11 @@ inline std::string choice_items_text(const ChoiceTask& task, const ChoiceResult&
 }
 
 inline void require_choices(const ChoiceItem& item, int64_t label, const std::string& where) {
-    if (item.endings.size() < 2) fail("%s: %zu endings, expected at least 2", where.c_str(), item.endings.size());
+    if (item.endings.size() < 2) fail("%s: %d endings, expected at least 2", where, item.endings.size());
     if (label < 0 || size_t(label) >= item.endings.size())
-        fail("%s: label %lld, expected 0..%zu, the number of the right ending", where.c_str(), (long long)label,
-             item.endings.size() - 1);
+        fail("%s: label %d, expected 0..%d, the number of the right ending", where, label, item.endings.size() - 1);
     for (const ChoiceRow& row : item.endings)
-        if (row.first < 1 || row.first >= row.tokens.size())
-            fail("%s: a context or an ending without a token", where.c_str());
+        if (row.first < 1 || row.first >= row.tokens.size()) fail("%s: a context or an ending without a token", where);
 }
 
 inline ChoiceTask read_choices_of_lines(const std::string& file, const std::string& text, const Tokenizer& tokenizer) {
@@ -153,7 +151,7 @@ inline ChoiceTask read_choices_of_lines(const std::string& file, const std::stri
         end = std::min(text.find('\n', begin), text.size());
         line++;
         if (text.find_first_not_of(" \t\r", begin) >= end) continue;
-        const std::string where = format_text("%s: line %zu", file.c_str(), line);
+        const std::string where = format_text("%s: line %d", file, line);
         const Json root = parse_json(text.substr(begin, end - begin), where);
         const std::vector<uint16_t> context = tokenizer.encode(root.string("ctx", where));
         ChoiceItem item;
@@ -177,18 +175,18 @@ inline ChoiceTask read_choices_of_lines(const std::string& file, const std::stri
 
 inline ChoiceTask read_choices_of_llmc(const std::string& file, const std::string& bytes, int vocab_size) {
     int32_t header[256];
-    if (bytes.size() < sizeof header) fail("%s is cut off: %zu bytes, its header has 1024", file.c_str(), bytes.size());
+    if (bytes.size() < sizeof header) fail("%s is cut off: %d bytes, its header has 1024", file, bytes.size());
     std::memcpy(header, bytes.data(), sizeof header);
-    if (header[1] != 1) fail("%s: version %d, expected 1", file.c_str(), header[1]);
+    if (header[1] != 1) fail("%s: version %d, expected 1", file, header[1]);
     if (vocab_size != 256 && vocab_size != int(GPT2_VOCABULARY))
-        fail("%s holds tokens of GPT-2, and the model has a vocabulary of %d of its own: give the .jsonl", file.c_str(),
+        fail("%s holds tokens of GPT-2, and the model has a vocabulary of %d of its own: give the .jsonl", file,
              vocab_size);
     ChoiceTask task;
     size_t at = sizeof header;
     const auto next = [&] {
         uint16_t x;
         if (at + sizeof x > bytes.size())
-            fail("%s is cut off at byte %zu, within item %zu of %d", file.c_str(), at, task.items.size(), header[2]);
+            fail("%s is cut off at byte %d, within item %d of %d", file, at, task.items.size(), header[2]);
         std::memcpy(&x, bytes.data() + at, sizeof x);
         at += sizeof x;
         return x;
@@ -197,13 +195,13 @@ inline ChoiceTask read_choices_of_llmc(const std::string& file, const std::strin
         for (int n = next(); n > 0; n--) {
             to.push_back(next());
             if (to.back() >= vocab_size)
-                fail("%s: token %d at byte %zu is outside the vocabulary of %d: it was made with another tokenizer",
-                     file.c_str(), to.back(), at - 2, vocab_size);
+                fail("%s: token %d at byte %d is outside the vocabulary of %d: it was made with another tokenizer",
+                     file, to.back(), at - 2, vocab_size);
         }
     };
     for (int32_t i = 0; i < header[2]; i++) {
-        const std::string where = format_text("%s: byte %zu: item %d", file.c_str(), at, i);
-        if (next() != 65535) fail("%s: found no 65535 at its beginning: the file is damaged", where.c_str());
+        const std::string where = format_text("%s: byte %d: item %d", file, at, i);
+        if (next() != 65535) fail("%s: found no 65535 at its beginning: the file is damaged", where);
         next();  // bytes, number
         next();
         const int label = next(), endings = next();
@@ -232,11 +230,10 @@ inline ChoiceTask read_choices(const std::string& file, const Tokenizer* tokeniz
     if (bytes.size() >= 4 && !std::memcmp(bytes.data(), &magic, 4)) {
         task = read_choices_of_llmc(file, bytes, vocab_size);
     } else {
-        if (!tokenizer)
-            fail_usage("--hellaswag %s is text: --vocab-dir is missing, which has GPT-2's tokens", file.c_str());
+        if (!tokenizer) fail_usage("--hellaswag %s is text: --vocab-dir is missing, which has GPT-2's tokens", file);
         task = read_choices_of_lines(file, bytes, *tokenizer);
     }
-    if (task.items.empty()) fail("%s holds no item: expected lines of {\"ctx\", \"endings\", \"label\"}", file.c_str());
+    if (task.items.empty()) fail("%s holds no item: expected lines of {\"ctx\", \"endings\", \"label\"}", file);
     task.file = file;
     task.finish(seq_len);
     return task;

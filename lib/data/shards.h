@@ -29,8 +29,7 @@ inline void require_no_shards(const std::string& prefix) {
         const std::vector<std::string> old = glob_files(glob_literal(prefix) + "_" + split + "_[0-9]*.bin");
         if (!old.empty())
             fail("--out %s: %s exists already; shards are not overwritten: remove the %s or choose another PREFIX",
-                 prefix.c_str(), old[0].c_str(),
-                 counted(int64_t(old.size()), format_text("%s shard", split).c_str()).c_str());
+                 prefix, old[0], counted(int64_t(old.size()), format_text("%s shard", split).c_str()));
     }
 }
 
@@ -57,18 +56,18 @@ class PrefixLock {
     // False where the file that was locked is no longer the one of this name: its owner has just removed it.
     bool lock_file() {
         fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0666);
-        if (fd < 0) fail("cannot create %s: %s", path.c_str(), std::strerror(errno));
+        if (fd < 0) fail("cannot create %s: %s", path, std::strerror(errno));
         struct stat locked, named;
         if (fstat(fd, &locked) != 0 || !S_ISREG(locked.st_mode) || locked.st_size != 0) {
             ::close(fd);
-            fail("%s is no lock of this program, which is an empty file: choose another PREFIX", path.c_str());
+            fail("%s is no lock of this program, which is an empty file: choose another PREFIX", path);
         }
         if (flock(fd, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) {  // some file systems have no locks
             ::close(fd);
             fail(
                 "another tokenize writes shards of the same name (%s is locked): wait for its end, or choose another "
                 "PREFIX",
-                path.c_str());
+                path);
         }
         if (lstat(path.c_str(), &named) == 0 && named.st_ino == locked.st_ino && named.st_dev == locked.st_dev)
             return true;
@@ -126,11 +125,9 @@ class ShardWriter {
 
     void open_shard() {
         if (index > 999999)
-            fail("more than 1000000 shards of %s_%s: raise the number of tokens per shard", prefix.c_str(),
-                 split.c_str());
-        path = format_text("%s_%s_%06d.bin", prefix.c_str(), split.c_str(), index);
-        if (file_exists(path))
-            fail("%s exists already: remove the old shards or choose another output name", path.c_str());
+            fail("more than 1000000 shards of %s_%s: raise the number of tokens per shard", prefix, split);
+        path = format_text("%s_%s_%06d.bin", prefix, split, index);
+        if (file_exists(path)) fail("%s exists already: remove the old shards or choose another output name", path);
         std::remove((path + ".tmp").c_str());  // of a writer that was killed
         file = std::make_unique<FileWriter>(path + ".tmp");
         in_shard = 0;
@@ -163,14 +160,12 @@ inline std::vector<std::string> shard_files(const std::string& pattern, const st
         fail(
             "%s: no file matches '%s': make shards with ./train_nsa tokenize or data/fetch_shards.sh; a , : = [ or \\ "
             "that belongs to a path needs a \\ before it",
-            option.c_str(), pattern.c_str());
+            option, pattern);
     for (const std::string& file : files)
         if (file_exists(file + "/."))
-            fail("%s: %s is a folder: give its shards by a pattern, as in %s %s", option.c_str(), file.c_str(),
-                 option.c_str(),
+            fail("%s: %s is a folder: give its shards by a pattern, as in %s %s", option, file, option,
                  shell_word(glob_literal(file, SPECIAL_IN_SETS) +
-                            (option == "--data" ? "/*_train_*.bin" : "/*_val_*.bin"))
-                     .c_str());
+                            (option == "--data" ? "/*_train_*.bin" : "/*_val_*.bin")));
     return files;
 }
 
@@ -184,7 +179,7 @@ inline void check_disjoint(const std::vector<std::string>& train_files, const st
             fail_usage(
                 "validation file %s is the training file %s: the validation loss would be a training loss; give "
                 "separate shards",
-                file.c_str(), same->second.c_str());
+                file, same->second);
     }
 }
 
@@ -199,7 +194,7 @@ inline std::string name_foreign_format(const std::string& head) {
                            magic, SHARD_MAGIC) +
                tokenize;
     if (const ForeignKind* const kind = foreign_by_bytes(head))
-        return format_text("%s: %s", kind->name, *kind->program ? "unpack it first" : tokenize.c_str());
+        return format_text("%s: %s", kind->name, *kind->program ? "unpack it first" : tokenize);
     const auto is_text = [](unsigned char c) { return c >= ' ' || (c >= '\t' && c <= '\r'); };
     if (std::all_of(head.begin(), head.end(), is_text)) return "text, not tokens: " + tokenize;
     return "no token shard: its first number is " + std::to_string(magic) + ", expected " +

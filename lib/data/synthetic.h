@@ -14,7 +14,7 @@
 // the same length; if the sequence length is a multiple of it, every sample begins with a document and holds every
 // mention it needs.
 #pragma once
-#include "../base/util.h"
+#include "../base/random.h"
 
 struct SyntheticOptions {
     int document_bytes = 256;  // including the separator, byte 0, in front

@@ -31,7 +31,7 @@ inline bool has_ending(const std::string& name, const std::string& ending) {
 inline uint64_t text_file_size(const std::string& path) {
     const uint64_t bytes = file_size(path);
     if (std::filesystem::is_regular_file(path)) return bytes;
-    fail("%s is a pipe or a device: give a file, or - and the text on stdin", path.c_str());
+    fail("%s is a pipe or a device: give a file, or - and the text on stdin", path);
 }
 
 constexpr const char* TEXT_ENDINGS = ".txt or .jsonl";
@@ -63,12 +63,10 @@ inline const ForeignKind* foreign_by_bytes(const std::string& first) {
 // reader: the verb and the option that would read its text from stdin, as "tokenize --in"; "": none would.
 [[noreturn]] inline void fail_foreign(const std::string& path, const ForeignKind& kind, const std::string& reader) {
     const std::string file = path.empty() ? "FILE" : shell_word(path), what = path.empty() ? "stdin" : path;
-    if (!*kind.program)
-        fail("%s is %s: make text of it: data/parquet_to_jsonl.py %s NEW.jsonl", what.c_str(), kind.name, file.c_str());
-    if (reader.empty())
-        fail("%s is %s: unpack it first, as in: %s %s > NEW", what.c_str(), kind.name, kind.program, file.c_str());
-    fail("%s is %s: unpack it on the way, as in: %s %s | ./train_nsa %s - ...", what.c_str(), kind.name, kind.program,
-         file.c_str(), reader.c_str());
+    if (!*kind.program) fail("%s is %s: make text of it: data/parquet_to_jsonl.py %s NEW.jsonl", what, kind.name, file);
+    if (reader.empty()) fail("%s is %s: unpack it first, as in: %s %s > NEW", what, kind.name, kind.program, file);
+    fail("%s is %s: unpack it on the way, as in: %s %s | ./train_nsa %s - ...", what, kind.name, kind.program, file,
+         reader);
 }
 
 // The name that iconv has for UTF-16 and UTF-32, known by the NULs that text has in some places and in no others, or
@@ -90,8 +88,8 @@ inline void refuse_no_text(const std::string& path, const std::string& first, co
     if (const ForeignKind* const kind = foreign_by_bytes(first)) fail_foreign(path, *kind, reader);
     const std::string wide = wide_encoding(first), file = path.empty() ? "FILE" : shell_word(path);
     if (!wide.empty())
-        fail("%s is %s, expected UTF-8; convert it: iconv -f %s -t UTF-8 %s > NEW",
-             path.empty() ? "stdin" : path.c_str(), wide.c_str(), wide.c_str(), file.c_str());
+        fail("%s is %s, expected UTF-8; convert it: iconv -f %s -t UTF-8 %s > NEW", path.empty() ? "stdin" : path, wide,
+             wide, file);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -102,7 +100,7 @@ class ByteSource {
   public:
     ByteSource(const TextInput& text, const std::string& reader)
         : name(text.name()), fd(text.is_stdin ? dup(STDIN_FILENO) : open(text.path.c_str(), O_RDONLY | O_CLOEXEC)) {
-        if (fd < 0) fail("cannot open %s: %s", name.c_str(), std::strerror(errno));
+        if (fd < 0) fail("cannot open %s: %s", name, std::strerror(errno));
         try {
             first.resize(256);
             first.resize(read_file(&first[0], first.size()));
@@ -134,7 +132,7 @@ class ByteSource {
         while (got < n) {
             const ssize_t some = ::read(fd, out + got, std::min<size_t>(n - got, 1 << 30));
             if (some < 0 && errno == EINTR) continue;
-            if (some < 0) fail("cannot read %s: %s", name.c_str(), std::strerror(errno));
+            if (some < 0) fail("cannot read %s: %s", name, std::strerror(errno));
             if (some == 0) break;
             got += size_t(some);
         }
@@ -181,12 +179,12 @@ class TextInputs {
         std::string text;
         for (const auto& [ending, count] : counts) {
             const ForeignKind* const kind = foreign_by_name(ending);
-            text += format_text("%s%zu %s", text.empty() ? "" : ", ", count,
-                                ending.empty() ? "without an ending" : ending.c_str());
+            text +=
+                format_text("%s%d %s", text.empty() ? "" : ", ", count, ending.empty() ? "without an ending" : ending);
             if (kind)
                 text +=
                     format_text(" (%s makes text of it)", *kind->program ? kind->program : "data/parquet_to_jsonl.py");
-            else if (is_named_ending(ending)) text += format_text(" (as text: --in '*%s')", ending.c_str());
+            else if (is_named_ending(ending)) text += format_text(" (as text: --in '*%s')", ending);
         }
         return text;
     }
@@ -232,7 +230,7 @@ class TextInputs {
             if (kind) fail_foreign(path, *kind, reader);
             if (!is_text(path) && !is_named_ending(path))
                 fail_usage("--in %s: expected a file that ends in %s; any other as text: cat %s | ./train_nsa %s - ...",
-                           path.c_str(), TEXT_ENDINGS, shell_word(path).c_str(), reader.c_str());
+                           path, TEXT_ENDINGS, shell_word(path), reader);
             const ByteSource probe(input, reader);  // better now than after hours
         } catch (const Error& e) {
             return take_bad(e.what(), e.status, was_named);
@@ -248,7 +246,7 @@ class TextInputs {
         std::set<std::string> paths;
         std::error_code error;
         const auto unreadable = [&](const std::string& path, const char* reason, bool was_named) {
-            take_bad(format_text("--in %s: cannot list the folder: %s", path.c_str(), reason), 1, was_named);
+            take_bad(format_text("--in %s: cannot list the folder: %s", path, reason), 1, was_named);
         };
         const size_t before = found();
         for (auto at = std::filesystem::recursive_directory_iterator(folder, error);
@@ -264,8 +262,7 @@ class TextInputs {
         }
         if (error) unreadable(folder, error.message().c_str(), true);
         for (const std::string& path : paths) add_file(path, false);
-        if (found() == before)
-            fail_usage("--in %s: no file in this folder or below ends in %s", folder.c_str(), TEXT_ENDINGS);
+        if (found() == before) fail_usage("--in %s: no file in this folder or below ends in %s", folder, TEXT_ENDINGS);
     }
     void add_pattern(const std::string& pattern) {
         const std::vector<std::string> paths = glob_files(pattern);
@@ -275,7 +272,7 @@ class TextInputs {
             else add_file(path, is_named_ending(pattern) && file_exists(path));
         }
         if (found() == before)
-            fail("--in %s: no file %s", pattern.c_str(),
-                 paths.empty() ? "matches this pattern" : (std::string("among them ends in ") + TEXT_ENDINGS).c_str());
+            fail("--in %s: no file %s", pattern,
+                 paths.empty() ? "matches this pattern" : (std::string("among them ends in ") + TEXT_ENDINGS));
     }
 };

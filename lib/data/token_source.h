@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "../base/clock.h"
 #include "../base/background.h"
 #include "multiple_choice.h"
 #include "shards.h"
@@ -41,9 +42,9 @@ struct TokenSource {
         if (largest < vocabulary) return;
         const uint16_t* bad = std::find_if(t, t + n, [&](uint16_t token) { return token >= vocabulary; });
         fail(
-            "%s: token %d at byte %llu is outside the vocabulary of %d: the shard is damaged or was made with another "
+            "%s: token %d at byte %d is outside the vocabulary of %d: the shard is damaged or was made with another "
             "tokenizer",
-            name.c_str(), *bad, (unsigned long long)byte_of(first + uint64_t(bad - t)), vocabulary);
+            name, *bad, byte_of(first + uint64_t(bad - t)), vocabulary);
     }
 };
 
@@ -68,10 +69,10 @@ struct ShardHeader {
 inline ShardHeader parse_shard_header(const char* path, const std::string& head, uint64_t bytes) {
     ShardHeader header = {};
     std::memcpy(&header, head.data(), head.size());
-    if (header.magic != SHARD_MAGIC) fail("%s is %s", path, name_foreign_format(head).c_str());
+    if (header.magic != SHARD_MAGIC) fail("%s is %s", path, name_foreign_format(head));
     if (bytes < SHARD_HEADER_BYTES)
-        fail("%s is cut off: %llu bytes, the header alone has %zu: fetch or write it again", path,
-             (unsigned long long)bytes, SHARD_HEADER_BYTES);
+        fail("%s is cut off: %d bytes, the header alone has %d: fetch or write it again", path, bytes,
+             SHARD_HEADER_BYTES);
     if (header.version != SHARD_VERSION)
         fail("%s: version %d at byte 4, expected %d", path, header.version, SHARD_VERSION);
     if (header.tokens < 1)
@@ -87,16 +88,15 @@ inline ShardHeader parse_shard_header(const char* path, const std::string& head,
     const uint64_t expected = SHARD_HEADER_BYTES + sizeof(uint16_t) * uint64_t(header.tokens);
     if (bytes != expected)
         fail(
-            "%s is %s: its header counts %d tokens (byte 8), which makes %llu bytes, but the file has %llu: fetch or "
+            "%s is %s: its header counts %d tokens (byte 8), which makes %d bytes, but the file has %d: fetch or "
             "write it again",
-            path, bytes < expected ? "cut off" : "too long", header.tokens, (unsigned long long)expected,
-            (unsigned long long)bytes);
+            path, bytes < expected ? "cut off" : "too long", header.tokens, expected, bytes);
     return header;
 }
 
 inline TokenSource open_shard(const std::string& path, size_t set = 0) {
     const uint64_t bytes = file_size(path, true);
-    if (bytes == 0) fail("%s is empty, a token shard was expected", path.c_str());
+    if (bytes == 0) fail("%s is empty, a token shard was expected", path);
     std::string head(size_t(std::min<uint64_t>(bytes, SHARD_HEADER_BYTES)), '\0');
     FileReader(path).read(&head[0], head.size(), 0);
     const ShardHeader header = parse_shard_header(path.c_str(), head, bytes);

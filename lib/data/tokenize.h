@@ -19,6 +19,7 @@
 #include <numeric>
 #include <thread>
 
+#include "../base/random.h"
 #include "../base/json.h"
 #include "../base/progress.h"
 #include "shards.h"
@@ -64,13 +65,13 @@ inline std::string read_separator(const std::string& written) {
         else if (c == '0') out += '\0';
         else if (c == '\\') out += '\\';
         else
-            fail_usage("--split-documents %s: the backslash at byte %zu begins none of \\n \\r \\t \\0 \\\\",
-                       json_quote(written).c_str(), i - 1);
+            fail_usage("--split-documents %s: the backslash at byte %d begins none of \\n \\r \\t \\0 \\\\",
+                       json_quote(written), i - 1);
     }
     uint32_t code;
     for (size_t i = 0; i < out.size();) {
         const int length = utf8_decode(out.data() + i, out.size() - i, &code);
-        if (length == 0) fail_usage("--split-documents %s: not valid UTF-8", json_quote(written).c_str());
+        if (length == 0) fail_usage("--split-documents %s: not valid UTF-8", json_quote(written));
         i += size_t(length);
     }
     return out;
@@ -90,8 +91,8 @@ inline void warn_of_end_of_text(const std::vector<std::string>& texts, const std
     uint64_t count = 0;
     for (const std::string& text : texts) count += count_end_of_text(text);
     if (count)
-        complain(format_text("%s: %s stands in it %llu %s and is read as ordinary text, not as the end of a document",
-                             where.c_str(), END_OF_TEXT, (unsigned long long)count, count == 1 ? "time" : "times"));
+        complain("%s: %s stands in it %d %s and is read as ordinary text, not as the end of a document", where,
+                 END_OF_TEXT, count, count == 1 ? "time" : "times");
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -113,8 +114,8 @@ struct Oddity {
         if (other.count) add(other.first_file, other.first_byte, other.count);
     }
     std::string words() const {
-        return format_text("%llu %s, the first in %s at byte %llu", (unsigned long long)count,
-                           count == 1 ? "time" : "times", first_file.c_str(), (unsigned long long)first_byte);
+        return format_text("%d %s, the first in %s at byte %d", count, count == 1 ? "time" : "times", first_file,
+                           first_byte);
     }
 };
 
@@ -161,7 +162,7 @@ void for_each_text(const TokenBlock& block, Use use, Bad bad) {
     for (size_t begin = 0, end; begin < block.bytes.size(); begin = end + 1) {
         end = std::min(block.bytes.find('\n', begin), block.bytes.size());
         const std::string json = block.bytes.substr(begin, end - begin);
-        const std::string where = format_text("%s: line %llu", block.path.c_str(), (unsigned long long)number++);
+        const std::string where = format_text("%s: line %d", block.path, number++);
         if (json.find_first_not_of(" \t\r") == std::string::npos) continue;
         std::string text;
         try {
@@ -370,7 +371,7 @@ inline Documents read_documents(const std::string& path, const std::string& read
     TextInput input;
     input.is_stdin = path == "-";
     if (!file_exists(path) && path.find_first_of("*?[") != std::string::npos)
-        fail("cannot open %s: no file has this name; patterns are the shell's, without quotes", path.c_str());
+        fail("cannot open %s: no file has this name; patterns are the shell's, without quotes", path);
     if (!input.is_stdin) text_file_size(input.path = path);
     TextFile file(input, reader);
     const bool is_jsonl = input.is_stdin ? file.begins_with_brace() : has_ending(path, ".jsonl");
@@ -394,9 +395,9 @@ inline void warn_of_documents(const Documents& documents, const std::string& whe
     Oddity invalid;
     for (const std::string& text : documents.texts) find_oddities(text.data(), text.size(), where, 0, invalid, nullptr);
     if (invalid.count)
-        complain(format_text("%s: %s that %s not valid UTF-8 %s; %s", where.c_str(),
-                             counted(int64_t(invalid.count), "byte").c_str(), invalid.count == 1 ? "is" : "are",
-                             invalid.count == 1 ? "is read as it is" : "are read as they are", CONVERT_ENCODING));
+        complain("%s: %s that %s not valid UTF-8 %s; %s", where, counted(int64_t(invalid.count), "byte"),
+                 invalid.count == 1 ? "is" : "are", invalid.count == 1 ? "is read as it is" : "are read as they are",
+                 CONVERT_ENCODING);
 }
 
 // A document longer than a block is handed on in fragments, cut only where the pre-tokeniser always cuts, so that it
@@ -485,7 +486,7 @@ class TokenSpool {
     uint64_t tokens = 0;
 
     explicit TokenSpool(const std::string& prefix) : path(prefix + "_tokens.tmp"), file(create()) {
-        if (!file) fail("cannot create %s: %s", path.c_str(), std::strerror(errno));
+        if (!file) fail("cannot create %s: %s", path, std::strerror(errno));
     }
     TokenSpool(const TokenSpool&) = delete;
     TokenSpool& operator=(const TokenSpool&) = delete;
@@ -503,7 +504,7 @@ class TokenSpool {
         }
         if (!block.tokens.empty() &&
             std::fwrite(block.tokens.data(), sizeof(uint16_t), block.tokens.size(), file) != block.tokens.size())
-            fail("cannot write %s: %s (all tokens go there before the shards, 2 bytes each)", path.c_str(),
+            fail("cannot write %s: %s (all tokens go there before the shards, 2 bytes each)", path,
                  std::strerror(errno));
         tokens += block.tokens.size();
     }
@@ -523,12 +524,12 @@ class TokenSpool {
     void deal(const std::vector<ValidationRange>& ranges, uint16_t end_of_text, ShardWriter& train, ShardWriter& val) {
         Progress progress("writing shards", double(tokens));
         std::vector<uint16_t> part(size_t(std::min<uint64_t>(1 << 20, tokens)));
-        if (fseeko(file, 0, SEEK_SET) != 0) fail("cannot seek in %s: %s", path.c_str(), std::strerror(errno));
+        if (fseeko(file, 0, SEEK_SET) != 0) fail("cannot seek in %s: %s", path, std::strerror(errno));
         auto range = ranges.begin();
         for (uint64_t at = 0, i = 0; at < tokens; at += part.size()) {
             part.resize(size_t(std::min<uint64_t>(part.size(), tokens - at)));
             if (std::fread(part.data(), sizeof(uint16_t), part.size(), file) != part.size())
-                fail("cannot read %s back: %s", path.c_str(), std::strerror(errno));
+                fail("cannot read %s back: %s", path, std::strerror(errno));
             while (i < at + part.size()) {
                 const bool is_val = range != ranges.end() && i >= range->begin;
                 if (is_val && i == range->begin && range->is_cut) val.write(&end_of_text, 1);
@@ -638,41 +639,37 @@ inline TokenizeCounts encode_files(const char* verb, const TokenizeOptions& opti
 inline void warn_of_oddities(const TokenizeOptions& options, const TextInputs& inputs, const TokenizeCounts& counts) {
     if (!inputs.passed_over.empty())
         complain(
-            format_text("--in: passed over %zu that do not end in %s, or are links to folders, by endings: %s; the "
-                        "first is %s",
-                        inputs.passed_over.size(), TEXT_ENDINGS, inputs.kinds_passed_over().c_str(),
-                        inputs.passed_over[0].c_str()));
+            "--in: passed over %d that do not end in %s, or are links to folders, by endings: %s; the "
+            "first is %s",
+            inputs.passed_over.size(), TEXT_ENDINGS, inputs.kinds_passed_over(), inputs.passed_over[0]);
     if (!inputs.bad.empty() || counts.bad_lines.count)
-        complain(format_text("--skip-bad: passed over %s and %s of .jsonl; the first: %s",
-                             counted(int64_t(inputs.bad.size()), "file").c_str(),
-                             counted(int64_t(counts.bad_lines.count), "line").c_str(),
-                             (inputs.bad.empty() ? counts.bad_lines.first : inputs.bad[0]).c_str()));
+        complain("--skip-bad: passed over %s and %s of .jsonl; the first: %s",
+                 counted(int64_t(inputs.bad.size()), "file"), counted(int64_t(counts.bad_lines.count), "line"),
+                 (inputs.bad.empty() ? counts.bad_lines.first : inputs.bad[0]));
     if (counts.files_without_text && counts.text_bytes)
-        complain(format_text("--in: of %zu files %llu %s empty", inputs.files.size(),
-                             (unsigned long long)counts.files_without_text,
-                             counts.files_without_text == 1 ? "is" : "are"));
+        complain("--in: of %d files %d %s empty", inputs.files.size(), counts.files_without_text,
+                 counts.files_without_text == 1 ? "is" : "are");
     if (!options.split_documents.empty() && counts.text_files && !counts.separators)
         complain(
-            format_text("--split-documents %s stands nowhere in the .txt files, so that each is one document; "
-                        "lines of files from Windows end in \\r\\n",
-                        json_quote(options.split_documents).c_str()));
+            "--split-documents %s stands nowhere in the .txt files, so that each is one document; "
+            "lines of files from Windows end in \\r\\n",
+            json_quote(options.split_documents));
     if (counts.invalid_utf8.count)
-        complain(format_text("bytes that are not valid UTF-8 were kept as they are, %s; %s",
-                             counts.invalid_utf8.words().c_str(), CONVERT_ENCODING));
+        complain("bytes that are not valid UTF-8 were kept as they are, %s; %s", counts.invalid_utf8.words(),
+                 CONVERT_ENCODING);
     if (counts.end_of_text.count)
         complain(
-            format_text("%s in the text is read as ordinary text, not as the end of a document, %s; --split-documents "
-                        "'%s' ends the documents of a .txt there; a .jsonl has one in each line: take it out there",
-                        END_OF_TEXT, counts.end_of_text.words().c_str(), END_OF_TEXT));
+            "%s in the text is read as ordinary text, not as the end of a document, %s; --split-documents "
+            "'%s' ends the documents of a .txt there; a .jsonl has one in each line: take it out there",
+            END_OF_TEXT, counts.end_of_text.words(), END_OF_TEXT);
     if (counts.nul.count)
-        complain(format_text("NUL bytes are read as end-of-text by the vocabulary of bytes; the text has them %s",
-                             counts.nul.words().c_str()));
+        complain("NUL bytes are read as end-of-text by the vocabulary of bytes; the text has them %s",
+                 counts.nul.words());
 }
 
 inline void require_text(const TokenizeOptions& options, const TextInputs& inputs, size_t documents) {
     if (documents == 0)
-        fail("--in %s: no text in %s", options.in[0].c_str(),
-             inputs.files.size() > 1 ? "any of the files" : "the file");
+        fail("--in %s: no text in %s", options.in[0], inputs.files.size() > 1 ? "any of the files" : "the file");
 }
 
 // The summary, in numbers that add up. documents: with an end-of-text each; ranges: those of validation, of which a cut
@@ -682,28 +679,24 @@ inline void print_tokenized(const TokenizeOptions& options, const TextInputs& in
                             const ShardWriter& val) {
     const bool added = std::any_of(ranges.begin(), ranges.end(), [](const ValidationRange& r) { return r.is_cut; });
     const uint64_t tokens = train.tokens() + val.tokens(), marks = documents + added;
-    std::printf("tokenize: read %s, %llu bytes in %.2f s, %.1f MB/s\n",
-                counted(int64_t(inputs.files.size()), "file").c_str(), (unsigned long long)counts.bytes, counts.seconds,
-                double(counts.bytes) / 1e6 / std::max(counts.seconds, 1e-9));
-    std::printf("tokenize: %s, %llu bytes of text: %llu tokens + %llu end-of-text%s = %llu tokens\n",
-                counted(int64_t(documents), "document").c_str(), (unsigned long long)counts.text_bytes,
-                (unsigned long long)(tokens - marks), (unsigned long long)marks,
-                added ? " (one more, since validation begins inside a document)" : "", (unsigned long long)tokens);
+    print("tokenize: read %s, %d bytes in %.2f s, %.1f MB/s\n", counted(int64_t(inputs.files.size()), "file"),
+          counts.bytes, counts.seconds, double(counts.bytes) / 1e6 / std::max(counts.seconds, 1e-9));
+    print("tokenize: %s, %d bytes of text: %d tokens + %d end-of-text%s = %d tokens\n",
+          counted(int64_t(documents), "document"), counts.text_bytes, (tokens - marks), marks,
+          added ? " (one more, since validation begins inside a document)" : "", tokens);
     if (train.tokens() && val.tokens())
-        std::printf("tokenize: validation: %zu of %s, drawn by --seed %llu%s\n", ranges.size(),
-                    counted(int64_t(documents), "document").c_str(), (unsigned long long)options.seed,
-                    added ? ", one of which was cut: only its end" : "");
+        print("tokenize: validation: %d of %s, drawn by --seed %d%s\n", ranges.size(),
+              counted(int64_t(documents), "document"), options.seed,
+              added ? ", one of which was cut: only its end" : "");
     for (const ShardWriter* shards : {&train, &val}) {
         const int64_t n = int64_t(shards->tokens()), files = (n + options.shard_tokens - 1) / options.shard_tokens;
         const char* const name = shards == &train ? "train" : "val";
-        if (n == 0) std::printf("tokenize: %s: no tokens, no shard\n", name);
+        if (n == 0) print("tokenize: %s: no tokens, no shard\n", name);
         else
-            std::printf("tokenize: %s: %lld tokens in %s %s_%s_%06d.bin%s\n", name, (long long)n,
-                        counted(files, "shard").c_str(), printable(options.out).c_str(), name, shards == &train,
-                        files == 1 ? "" : " ...");
+            print("tokenize: %s: %d tokens in %s %s_%s_%06d.bin%s\n", name, n, counted(files, "shard"),
+                  printable(options.out), name, shards == &train, files == 1 ? "" : " ...");
     }
-    std::printf("tokenize: train %llu + val %llu = %llu tokens\n", (unsigned long long)train.tokens(),
-                (unsigned long long)val.tokens(), (unsigned long long)tokens);
+    print("tokenize: train %d + val %d = %d tokens\n", train.tokens(), val.tokens(), tokens);
 }
 
 inline void tokenize_files(const TokenizeOptions& options) {
@@ -731,7 +724,6 @@ inline void tokenize_files(const TokenizeOptions& options) {
     spool.deal(ranges, tokenizer.end_of_text, train, val);
 
     if (!options.prints_summary) return;
-    std::printf("tokenize: %s; %s\n", counted(options.threads, "thread").c_str(),
-                printable(tokenizer.describe()).c_str());
+    print("tokenize: %s; %s\n", counted(options.threads, "thread"), printable(tokenizer.describe()));
     print_tokenized(options, inputs, counts, documents, ranges, train, val);
 }

@@ -101,23 +101,21 @@ struct MergedTokens {
 
     // A merge as the file has it at the place: "left right".
     void merge(const std::string& text) {
-        const auto where = [&] { return format_text("%s: %s %zu", file.c_str(), what, place); };
+        const auto where = [&] { return format_text("%s: %s %d", file, what, place); };
         const size_t blank = text.find(' ');
         std::string left, right;
         if (blank == std::string::npos || !alphabet.to_bytes(text.substr(0, blank), &left) || left.empty() ||
             !alphabet.to_bytes(text.substr(blank + 1), &right) || right.empty())
-            fail("%s: found %s, expected two tokens with a blank between them", where().c_str(),
-                 json_quote(text.substr(0, 80)).c_str());
-        if (place_of.size() == size - 1)
-            fail("%s: more than the %zu merges of this vocabulary", where().c_str(), size - 257);
+            fail("%s: found %s, expected two tokens with a blank between them", where(),
+                 json_quote(text.substr(0, 80)));
+        if (place_of.size() == size - 1) fail("%s: more than the %d merges of this vocabulary", where(), size - 257);
         for (const std::string& half : {left, right})
             if (!id_of.count(half))
-                fail("%s: the token %s of this merge is made by no %s before", where().c_str(),
-                     json_quote(half).c_str(), what);
+                fail("%s: the token %s of this merge is made by no %s before", where(), json_quote(half), what);
         const auto halves = add(left + right, where);
         if (halves.first != id_of[left] || halves.second != id_of[right])
-            fail("%s: the merge of %s and %s can never apply: %ss before make other tokens of these bytes",
-                 where().c_str(), json_quote(left).c_str(), json_quote(right).c_str(), what);
+            fail("%s: the merge of %s and %s can never apply: %ss before make other tokens of these bytes", where(),
+                 json_quote(left), json_quote(right), what);
         id_of[left + right] = uint32_t(place_of.size());
         place_of.push_back(place);
     }
@@ -125,36 +123,31 @@ struct MergedTokens {
     // ids: {"token": id}, in which nothing but end-of-text stands beside the bytes and what was merged.
     void check_ids(const std::string& path, const Json& ids) const {
         if (place_of.size() != size - 1)
-            fail("%s: %zu merges, expected %zu: the file is cut short, or other tokens stand before <|endoftext|>",
-                 file.c_str(), place_of.size() - 256, size - 257);
+            fail("%s: %d merges, expected %d: the file is cut short, or other tokens stand before <|endoftext|>", file,
+                 place_of.size() - 256, size - 257);
         ids.require(Json::Object, path);
         std::string bytes;
         for (size_t i = 0; i < ids.keys.size(); i++) {
             const std::string name = json_quote(ids.keys[i]);
             const int64_t id = ids.items[i].integer(path);
-            const auto at = [&] {
-                return format_text("%s: byte %llu", path.c_str(), (unsigned long long)ids.items[i].offset);
-            };
+            const auto at = [&] { return format_text("%s: byte %d", path, ids.items[i].offset); };
             if (ids.keys[i] == END_OF_TEXT) {
-                if (id != int64_t(size) - 1)
-                    fail("%s: <|endoftext|> has id %lld, expected %zu", at().c_str(), (long long)id, size - 1);
+                if (id != int64_t(size) - 1) fail("%s: <|endoftext|> has id %d, expected %d", at(), id, size - 1);
                 continue;
             }
             if (!alphabet.to_bytes(ids.keys[i], &bytes))
-                fail("%s: the token %s has a character that stands for no byte", at().c_str(), name.c_str());
+                fail("%s: the token %s has a character that stands for no byte", at(), name);
             const auto known = id_of.find(bytes);
             if (known == id_of.end())
-                fail("%s: the token %s is no byte and is made by no merge of %s", at().c_str(), name.c_str(),
-                     file.c_str());
+                fail("%s: the token %s is no byte and is made by no merge of %s", at(), name, file);
             if (id != int64_t(known->second) && known->second < 256)
-                fail("%s: the byte %s has id %lld, expected %u", at().c_str(), name.c_str(), (long long)id,
-                     known->second);
+                fail("%s: the byte %s has id %d, expected %d", at(), name, id, known->second);
             if (id != int64_t(known->second))
-                fail("%s: the token %s has id %lld, but %s %zu of %s makes it id %u", at().c_str(), name.c_str(),
-                     (long long)id, what, place_of[known->second], file.c_str(), known->second);
+                fail("%s: the token %s has id %d, but %s %d of %s makes it id %d", at(), name, id, what,
+                     place_of[known->second], file, known->second);
         }
         // No key is there twice, and each has the right id; so if their number is right, all of them are there.
-        if (ids.keys.size() != size) fail("%s: %zu tokens, expected %zu", path.c_str(), ids.keys.size(), size);
+        if (ids.keys.size() != size) fail("%s: %d tokens, expected %d", path, ids.keys.size(), size);
     }
 };
 
@@ -185,7 +178,7 @@ inline Json parse_tokenizer_json(const std::string& path) {
         fail(
             "%s is no tokenizer of GPT-2's kind: expected a BPE, the pre_tokenizer ByteLevel with use_regex and "
             "without add_prefix_space, and no normalizer",
-            path.c_str());
+            path);
     return root;
 }
 
@@ -228,8 +221,8 @@ struct ListedTokens {
     void add(const std::string& bytes, const Place& where) {
         if (count >= 256) add_token(bytes, where);
         else if (bytes != std::string(1, char(alphabet.order[count])))
-            fail("%s: token %zu is %s, expected the byte 0x%02x: not GPT-2's order", where().c_str(), count,
-                 json_quote(bytes).c_str(), alphabet.order[count]);
+            fail("%s: token %d is %s, expected the byte 0x%02x: not GPT-2's order", where(), count, json_quote(bytes),
+                 alphabet.order[count]);
         count++;
     }
 };
@@ -255,22 +248,19 @@ inline bool from_base64(const std::string& text, std::string* bytes) {
 inline void read_tiktoken(const std::string& path, size_t size, const AddToken& add) {
     ListedTokens list{add};
     for_each_line(path, [&](const std::string& line) {
-        const auto where = [&] { return format_text("%s: line %zu", path.c_str(), list.count + 1); };
+        const auto where = [&] { return format_text("%s: line %d", path, list.count + 1); };
         if (list.count == size - 1)
-            fail("%s: more than the %zu tokens of this vocabulary: not that of GPT-2 (r50k_base)?", where().c_str(),
-                 size - 1);
+            fail("%s: more than the %d tokens of this vocabulary: not that of GPT-2 (r50k_base)?", where(), size - 1);
         const size_t blank = line.find(' ');
         std::string bytes;
         if (blank == std::string::npos || !from_base64(line.substr(0, blank), &bytes))
-            fail("%s: found %s, expected base64, a blank and a number", where().c_str(),
-                 json_quote(line.substr(0, 80)).c_str());
+            fail("%s: found %s, expected base64, a blank and a number", where(), json_quote(line.substr(0, 80)));
         if (line.substr(blank + 1) != std::to_string(list.count))
-            fail("%s: found rank %s, expected %zu: ranks count up from 0", where().c_str(),
-                 json_quote(line.substr(blank + 1, 40)).c_str(), list.count);
+            fail("%s: found rank %s, expected %d: ranks count up from 0", where(),
+                 json_quote(line.substr(blank + 1, 40)), list.count);
         list.add(bytes, where);
     });
-    if (list.count != size - 1)
-        fail("%s: %zu tokens, expected %zu: the file is cut short", path.c_str(), list.count, size - 1);
+    if (list.count != size - 1) fail("%s: %d tokens, expected %d: the file is cut short", path, list.count, size - 1);
 }
 
 // llm.c: 256 uint32 {20240328, version 1 or 2, number of tokens, id of end-of-text (version 2), 0 ...}, then for each
@@ -279,29 +269,28 @@ inline void read_llmc_tokenizer(const std::string& path, size_t size, const AddT
     const std::string file = read_file(path);
     uint32_t header[256];
     if (file.size() < sizeof header)
-        fail("%s: %zu bytes, shorter than its header of %zu", path.c_str(), file.size(), sizeof header);
+        fail("%s: %d bytes, shorter than its header of %d", path, file.size(), sizeof header);
     std::memcpy(header, file.data(), sizeof header);
     if (header[0] != 20240328)
-        fail("%s: byte 0: found %u, expected 20240328: no tokenizer file of llm.c", path.c_str(), header[0]);
-    if (header[1] != 1 && header[1] != 2) fail("%s: byte 4: version %u, expected 1 or 2", path.c_str(), header[1]);
-    if (header[2] != size) fail("%s: byte 8: %u tokens, expected %zu", path.c_str(), header[2], size);
+        fail("%s: byte 0: found %d, expected 20240328: no tokenizer file of llm.c", path, header[0]);
+    if (header[1] != 1 && header[1] != 2) fail("%s: byte 4: version %d, expected 1 or 2", path, header[1]);
+    if (header[2] != size) fail("%s: byte 8: %d tokens, expected %d", path, header[2], size);
     if (header[1] == 2 && header[3] != size - 1)
-        fail("%s: byte 12: end-of-text is token %u, expected %zu", path.c_str(), header[3], size - 1);
+        fail("%s: byte 12: end-of-text is token %d, expected %d", path, header[3], size - 1);
     ListedTokens list{add};
     size_t at = sizeof header;
     for (size_t id = 0; id < size; id++) {
-        const auto where = [&] { return format_text("%s: byte %zu", path.c_str(), at); };
+        const auto where = [&] { return format_text("%s: byte %d", path, at); };
         const size_t length = at < file.size() ? static_cast<unsigned char>(file[at]) : 0;
-        if (at + 1 + length > file.size())
-            fail("%s: the file is cut short in token %zu of %zu", where().c_str(), id, size);
-        if (length == 0) fail("%s: token %zu has no bytes", where().c_str(), id);
+        if (at + 1 + length > file.size()) fail("%s: the file is cut short in token %d of %d", where(), id, size);
+        if (length == 0) fail("%s: token %d has no bytes", where(), id);
         const std::string bytes = file.substr(at + 1, length);
         if (id < size - 1) list.add(bytes, where);
         else if (bytes != END_OF_TEXT)
-            fail("%s: token %zu is %s, expected <|endoftext|>", where().c_str(), id, json_quote(bytes).c_str());
+            fail("%s: token %d is %s, expected <|endoftext|>", where(), id, json_quote(bytes));
         at += 1 + length;
     }
-    if (at != file.size()) fail("%s: byte %zu: %zu bytes behind the last token", path.c_str(), at, file.size() - at);
+    if (at != file.size()) fail("%s: byte %d: %d bytes behind the last token", path, at, file.size() - at);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -319,23 +308,23 @@ constexpr const char* MEND_END_OF_TEXT =
 inline void require_last_token(const std::string& path, int64_t id, int64_t tokens) {
     if (id >= tokens - 1) return;
     fail(
-        "%s: <|endoftext|> has id %lld of %lld tokens, expected the last, %lld, behind the 256 bytes and the merges: "
+        "%s: <|endoftext|> has id %d of %d tokens, expected the last, %d, behind the 256 bytes and the merges: "
         "%s",
-        path.c_str(), (long long)id, (long long)tokens, (long long)tokens - 1, MEND_END_OF_TEXT);
+        path, id, tokens, tokens - 1, MEND_END_OF_TEXT);
 }
 
 // How many tokens the folder's vocabulary has: those files may hold any number, the others GPT-2's.
 inline size_t vocabulary_size(const std::string& folder) {
     const auto size_of = [](const std::string& path, const Json& ids) {
         if (!ids.find(END_OF_TEXT))
-            fail("%s has no <|endoftext|>, expected as the last token: %s", path.c_str(), MEND_END_OF_TEXT);
+            fail("%s has no <|endoftext|>, expected as the last token: %s", path, MEND_END_OF_TEXT);
         const int64_t last = ids.integer(END_OF_TEXT, path), count = int64_t(ids.keys.size());
         require_last_token(path, last, count);
         if (last < 256 || last > 65535)
             fail(
-                "%s: <|endoftext|>, the last token, has id %lld, expected 256 to 65535: behind the 256 bytes, and "
+                "%s: <|endoftext|>, the last token, has id %d, expected 256 to 65535: behind the 256 bytes, and "
                 "shards hold 16-bit tokens",
-                path.c_str(), (long long)last);
+                path, last);
         return size_t(last) + 1;
     };
     for (const auto& names : VOCABULARY_PAIRS) {
@@ -344,8 +333,7 @@ inline size_t vocabulary_size(const std::string& folder) {
             return size_of(path, parse_json(read_file(path), path));
     }
     if (file_exists(folder) && !file_exists(folder + "/."))
-        fail("--vocab-dir %s is a file: give the folder that it lies in, %s", folder.c_str(),
-             shell_word(folder_of(folder)).c_str());
+        fail("--vocab-dir %s is a file: give the folder that it lies in, %s", folder, shell_word(folder_of(folder)));
     const std::string path = folder + "/" + TOKENIZER_JSON;
     return file_exists(path) ? size_of(path, ids_of_tokenizer_json(parse_tokenizer_json(path), path)) : GPT2_VOCABULARY;
 }
@@ -403,7 +391,7 @@ inline void write_vocabulary(const std::string& folder, const std::vector<std::s
 //     gpt2_tokenizer.bin               llm.c's
 // Calls add for the ids from 256 to size - 2. Returns the name of the file or files.
 inline std::string read_gpt2_vocabulary(const std::string& folder, size_t size, const AddToken& add) {
-    if (!file_exists(folder)) fail("cannot open the vocabulary folder %s: %s", folder.c_str(), std::strerror(errno));
+    if (!file_exists(folder)) fail("cannot open the vocabulary folder %s: %s", folder, std::strerror(errno));
     const std::vector<std::string> ranks = glob_files(glob_literal(folder) + "/*.tiktoken");
     const std::string llmc = folder + "/gpt2_tokenizer.bin";
     for (const auto& names : VOCABULARY_PAIRS) {
@@ -416,8 +404,7 @@ inline std::string read_gpt2_vocabulary(const std::string& folder, size_t size, 
         read_tokenizer_json(folder + "/" + TOKENIZER_JSON, size, add);
         return folder + "/" + TOKENIZER_JSON;
     }
-    if (ranks.size() > 1)
-        fail("%s holds several vocabularies, %s and %s: leave one", folder.c_str(), ranks[0].c_str(), ranks[1].c_str());
+    if (ranks.size() > 1) fail("%s holds several vocabularies, %s and %s: leave one", folder, ranks[0], ranks[1]);
     if (ranks.size() == 1) {
         read_tiktoken(ranks[0], size, add);
         return ranks[0];
@@ -429,9 +416,9 @@ inline std::string read_gpt2_vocabulary(const std::string& folder, size_t size, 
     for (const auto& names : VOCABULARY_PAIRS)
         for (int i = 0; i < 2; i++)
             if (file_exists(folder + "/" + names[i]))
-                fail("%s holds %s but not %s: both are needed", folder.c_str(), names[i], names[1 - i]);
+                fail("%s holds %s but not %s: both are needed", folder, names[i], names[1 - i]);
     fail(
         "%s holds no GPT-2 vocabulary: expected vocab.bpe and encoder.json, or merges.txt and vocab.json, or "
         "tokenizer.json, or one *.tiktoken, or gpt2_tokenizer.bin",
-        folder.c_str());
+        folder);
 }

@@ -3,7 +3,6 @@
 #include <string>
 #include <vector>
 
-#include "../base/util.h"
 
 // What activations are for, which decides how many there are.
 enum Mode { INFERENCE, TRAINING };

@@ -6,7 +6,7 @@
 #include <numeric>
 #include <vector>
 
-#include "../base/util.h"
+#include "../base/errors.h"
 
 // The logits at a position, before a token is drawn from them.
 inline void require_finite(const std::vector<float>& logits, int position) {

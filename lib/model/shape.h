@@ -6,7 +6,12 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "../base/util.h"
+#include "../base/random.h"
+
+// The sizes of a matrix product: C [M, N] = A [M, K] B [K, N].
+struct GemmSize {
+    int M, N, K;
+};
 
 // The three branches: compressed, selected, sliding window. This is the order of the gates, and of every array that
 // holds something per branch.

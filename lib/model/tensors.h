@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "../base/util.h"
+#include "../base/random.h"
 
 enum Init { INIT_ONE, INIT_ZERO, INIT_ZERO_TWO, INIT_WEIGHT, INIT_RESIDUAL, INIT_PHI };
 

@@ -4,6 +4,7 @@
 //     SLC  the tokens up to t in the blocks selected for (t, group)
 //     WIN  the last w tokens, t included; all up to t in a layer of full attention
 #pragma once
+#include "../base/random.h"
 #include "shape.h"
 
 struct KeyRange {

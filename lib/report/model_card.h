@@ -26,19 +26,19 @@ static std::string describe_training(const Checkpoint& checkpoint) {
         data += (data.empty() ? "`" : ", `") + printable(name_of(set)) + "`";
     const LoaderState loader = loader_state(state.loader);  // of these data alone
     if (const uint64_t before = state.tokens - loader.next_sample * loader.seq_len)
-        data += format_text(" since token %llu, other data before (--allow-new-data)", (unsigned long long)before);
+        data += format_text(" since token %d, other data before (--allow-new-data)", before);
     const std::string from = options.string("init_from", path);
     const bool is_one = parse_step(name_of(from)) >= 0;  // of a run's checkpoints
     if (!from.empty())
         begun = "- began with the weights of `" + printable(name_of(is_one ? folder_of(from) : from)) + "`\n";
     const std::vector<double>& losses = state.losses.values;
     if (!losses.empty())
-        loss = format_text("; loss of the last %s %.4f nats a token", counted(int64_t(losses.size()), "step").c_str(),
+        loss = format_text("; loss of the last %s %.4f nats a token", counted(int64_t(losses.size()), "step"),
                            std::accumulate(losses.begin(), losses.end(), 0.0) / double(losses.size()));
     if (const Json* const validation = checkpoint.state.find("validation"))
         loss += format_text("; validation loss %.4f", validation->number("loss", path));
-    return begun + format_text("- data: %s\n- training: %s, %llu tokens%s\n", data.c_str(),
-                               counted(state.step, "step").c_str(), (unsigned long long)state.tokens, loss.c_str());
+    return begun + format_text("- data: %s\n- training: %s, %d tokens%s\n", data, counted(state.step, "step"),
+                               state.tokens, loss);
 }
 
 // c: the options of the model; folder: where the export goes, whose real name is the model's.
@@ -52,9 +52,8 @@ inline std::string model_card(const Config& c, const Checkpoint& checkpoint, con
            "\nA language model with " + attention + ", trained and exported by train_nsa " + version_text() +
            ". It continues text and follows no instructions.\nNo licence is stated: whoever publishes the weights "
            "chooses one that the training text allows.\n\n" +
-           format_text(
-               "- %lld parameters; config.json has the shape\n- tokenizer: %s, %lld tokens; sequences of %lld\n",
-               (long long)parameters, c.tokenizer.c_str(), (long long)c.vocab_size, (long long)c.seq_len) +
+           format_text("- %d parameters; config.json has the shape\n- tokenizer: %s, %d tokens; sequences of %d\n",
+                       parameters, c.tokenizer, c.vocab_size, c.seq_len) +
            describe_training(checkpoint) + "\n```python\nfrom transformers import AutoModelForCausalLM, " + tokenizer +
            "\ntokenizer = " + tokenizer + ".from_pretrained(" + json_quote(name, true) +
            ")\nmodel = AutoModelForCausalLM.from_pretrained(" + json_quote(name, true) +

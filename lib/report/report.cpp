@@ -10,7 +10,8 @@
 #include "../base/embed.h"
 #include "../base/files.h"
 #include "../base/progress.h"
-#include "../base/util.h"
+#include "../base/errors.h"
+#include "../base/clock.h"
 #include "../data/vocabulary.h"
 #include "../run/help.h"
 
@@ -163,10 +164,9 @@ static std::string describe_runs(const std::vector<RunHistory>& runs, double now
     std::string text;
     const RunHistory& run = runs[0];
     if (runs.size() == 1 && !run.options.empty())
-        text =
-            format_text("%s preset, %s attention, %s vocabulary, sequences of %s, %s tokens a step. ",
-                        run.option("model").c_str(), run.option("attention").c_str(), run.option("tokenizer").c_str(),
-                        run.option("seq_len").c_str(), run.option("total_batch").c_str());
+        text = format_text("%s preset, %s attention, %s vocabulary, sequences of %s, %s tokens a step. ",
+                           run.option("model"), run.option("attention"), run.option("tokenizer"), run.option("seq_len"),
+                           run.option("total_batch"));
     return text + "Report of " + utc_text(TIME_FORMAT, now) + ".";
 }
 
@@ -288,10 +288,8 @@ static std::string text_chart(const std::vector<TextLine>& lines, size_t width) 
             scaled_text(y, range.high, "%.10g");
     std::string text;
     for (size_t row = 0; row < rows; row++)
-        text += without_end_spaces(
-                    format_text("%*s %s", int(margin) - 2, labels[row].c_str(), labels[row].empty() ? "|" : "+") +
-                    cells[row]) +
-                "\n";
+        text +=
+            without_end_spaces(format_text("%7s %s", labels[row], labels[row].empty() ? "|" : "+") + cells[row]) + "\n";
     std::string under(columns + margin, ' ');
     for (const double x : round_ticks(0, most_tokens, 5)) {
         const std::string label = scaled_text(x, most_tokens, "%.10g");
@@ -308,7 +306,7 @@ std::string make_report_text(const std::vector<RunHistory>& runs, double now, si
     if (runs.size() == 1) text += " o validation, . training";
     else
         for (size_t r = 0; r < runs.size(); r++)
-            text += format_text(" %c %s", lines[r].letter, printable(runs[r].folder).c_str());
+            text += format_text(" %s %s", lines[r].letter, printable(runs[r].folder));
     text += "\n" + text_chart(lines, width) + "\n";
     std::vector<ReportRow> rows = list_numbers(runs, now);
     rows.insert(rows.begin(), {"run", {}});
@@ -320,8 +318,8 @@ std::string make_report_text(const std::vector<RunHistory>& runs, double now, si
             widths[r] = std::max(widths[r], values[r].size());
         }
     for (const auto& [name, values] : rows) {
-        std::string line = format_text("%-16s", name.c_str());
-        for (size_t r = 0; r < runs.size(); r++) line += format_text("  %-*s", int(widths[r]), values[r].c_str());
+        std::string line = format_text("%-16s", name);
+        for (size_t r = 0; r < runs.size(); r++) line += "  " + values[r] + std::string(widths[r] - values[r].size(), ' ');
         text += without_end_spaces(line) + "\n";
     }
     return text;
@@ -340,5 +338,5 @@ void report_runs(const std::vector<std::string>& folders, const std::string& htm
     if (runs.empty()) fail("report: none of the folders of --from holds a log.jsonl: give the folder of a run");
     if (html.empty()) return void(std::fputs(make_report_text(runs, unix_time(), terminal_width()).c_str(), stdout));
     write_output_file("html", html, make_report_page(runs, unix_time()), PAGE_BEGINNING);
-    std::printf("report: %s\n", printable(html).c_str());
+    print("report: %s\n", printable(html));
 }

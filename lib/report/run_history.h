@@ -13,7 +13,7 @@
 #include "../base/progress.h"
 #include "../data/data_sets.h"
 #include "../run/run_folder.h"
-#include "../base/util.h"
+#include "../base/errors.h"
 
 struct LogPoint {
     double step, tokens, hours, value;
@@ -114,7 +114,7 @@ inline bool is_finished(const RunHistory& run) {
 // one whose clock went far ahead is not.
 inline std::string describe_state(const RunHistory& run, double now) {
     const std::string steps = run.option("steps");
-    const std::string at = format_text("step %lld", (long long)run.last_step) + (steps.empty() ? "" : " of " + steps);
+    const std::string at = format_text("step %d", run.last_step) + (steps.empty() ? "" : " of " + steps);
     if (is_finished(run)) return "finished, " + at;
     const double age = std::fabs(now - run.last_time), step_ms = median_value(run.series("ms"));
     const double patience = std::fmax(60, std::isfinite(step_ms) ? step_ms * 5e-3 : 0);
@@ -123,8 +123,7 @@ inline std::string describe_state(const RunHistory& run, double now) {
 
 // "", or a name of a validation set that --val-data takes: whoever wrote a log, it says no more than a run's own.
 inline void require_set_name(const std::string& name, const std::string& path) {
-    if (!name.empty() && !is_set_name(name))
-        fail("%s: '%s' is no name of a validation set", path.c_str(), name.c_str());
+    if (!name.empty() && !is_set_name(name)) fail("%s: '%s' is no name of a validation set", path, name);
 }
 
 inline void add_log_line(RunHistory& run, const Json& line, const std::string& path) {
@@ -133,7 +132,7 @@ inline void add_log_line(RunHistory& run, const Json& line, const std::string& p
     const Json *const start = line.find("start"), *const tokens = line.find("tokens");
     const double seen = tokens ? tokens->number(path) : 0;
     if (!(time >= 0 && time < 1e11 && clock >= 0 && clock < 1e11 && seen >= 0 && seen < 1e18 && step >= 0))
-        fail("%s: byte %llu: no step, time and tokens of a run", path.c_str(), (unsigned long long)line.offset);
+        fail("%s: byte %d: no step, time and tokens of a run", path, line.offset);
     for (const std::string& key : line.keys)  // val_loss/NAME
         require_set_name(key.substr(std::min(key.find('/'), key.size() - 1) + 1), path);
     if (const Json* set = line.find("val_set")) {
@@ -177,16 +176,16 @@ inline void read_log(RunHistory& run, const std::string& path) {
 inline RunHistory read_run_history(std::string folder) {
     while (folder.size() > 1 && folder.back() == '/') folder.pop_back();
     const std::string path = folder + "/log.jsonl";
-    if (!file_exists(folder)) fail("--from %s: no such folder; give that of a run, such as runs/tiny", folder.c_str());
-    if (!file_exists(folder + "/.")) fail("--from %s is a file: give the folder of a run", folder.c_str());
+    if (!file_exists(folder)) fail("--from %s: no such folder; give that of a run, such as runs/tiny", folder);
+    if (!file_exists(folder + "/.")) fail("--from %s is a file: give the folder of a run", folder);
     if (!file_exists(path) && file_exists(folder + "/model.safetensors"))
-        fail("--from %s is a checkpoint, which has no log: give the folder of its run", folder.c_str());
-    if (!file_exists(path)) fail("--from %s holds no log.jsonl: give the folder of a run", folder.c_str());
+        fail("--from %s is a checkpoint, which has no log: give the folder of its run", folder);
+    if (!file_exists(path)) fail("--from %s holds no log.jsonl: give the folder of a run", folder);
     RunHistory run;
     run.folder = folder;
     read_log(run, path);
     if (run.numbers.empty() && run.starts.empty())
-        fail("%s: none of its lines is one of a run's log%s", path.c_str(), run.torn ? "; the last is torn" : "");
+        fail("%s: none of its lines is one of a run's log%s", path, run.torn ? "; the last is torn" : "");
     const std::string options = folder + "/run.json";
     if (!file_exists(options)) return run;
     const Json json = parse_own_json(read_file(options), options);

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "../base/embed.h"
-#include "../base/util.h"
+#include "../base/text.h"
 #include "machine.h"
 #ifdef USE_MPI
 #include <mpi.h>

@@ -1,9 +1,7 @@
 // checkpoint.cpp: the functions of checkpoint.h.
 #include "checkpoint.h"
 
-std::string checkpoint_folder(const std::string& run, int64_t step) {
-    return format_text("%s/step_%08lld", run.c_str(), (long long)step);
-}
+std::string checkpoint_folder(const std::string& run, int64_t step) { return format_text("%s/step_%08d", run, step); }
 
 std::string checkpoint_writing(const std::string& run, int64_t step) {
     return checkpoint_folder(run, step) + ".writing";
@@ -13,7 +11,7 @@ int64_t parse_step(const std::string& name, const std::string& suffix) {
     if (name.size() > 5 + 18 + suffix.size() || name.compare(0, 5, "step_") != 0) return -1;
     int64_t step = 0;
     for (size_t i = 5; i < name.size() && name[i] >= '0' && name[i] <= '9'; i++) step = step * 10 + (name[i] - '0');
-    return name == format_text("step_%08lld", (long long)step) + suffix ? step : -1;
+    return name == format_text("step_%08d", step) + suffix ? step : -1;
 }
 
 std::vector<int64_t> checkpoint_steps(const std::string& run) {
@@ -39,11 +37,10 @@ static bool is_checkpoint_file_name(const std::string& name) {
 }
 
 std::string manifest_text(int64_t step, const std::vector<FileRecord>& files, const std::string& state_json) {
-    std::string text =
-        format_text("{\"format\": %lld,\n \"step\": %lld,\n \"files\": [", (long long)MANIFEST_FORMAT, (long long)step);
+    std::string text = format_text("{\"format\": %d,\n \"step\": %d,\n \"files\": [", MANIFEST_FORMAT, step);
     for (size_t i = 0; i < files.size(); i++)
-        text += format_text("%s\n  {\"name\": %s, \"size\": %llu, \"crc32c\": \"%08x\"}", i ? "," : "",
-                            json_quote(files[i].name).c_str(), (unsigned long long)files[i].size, files[i].crc32c);
+        text += format_text("%s\n  {\"name\": %s, \"size\": %d, \"crc32c\": \"%08x\"}", i ? "," : "",
+                            json_quote(files[i].name), files[i].size, files[i].crc32c);
     text += "],\n \"state\": " + state_json;
     return text + manifest_ending(text);
 }
@@ -52,47 +49,47 @@ Checkpoint parse_manifest(const std::string& text, const std::string& path) {
     const std::string before = text.substr(0, text.size() - std::min(text.size(), manifest_ending("").size())),
                       ending = manifest_ending(before);
     if (text != before + ending)
-        fail("%s: byte %zu: found no %s at the end, which is the checksum of the bytes before: the file is damaged",
-             path.c_str(), before.size(), ending.substr(3, ending.size() - 5).c_str());
+        fail("%s: byte %d: found no %s at the end, which is the checksum of the bytes before: the file is damaged",
+             path, before.size(), ending.substr(3, ending.size() - 5));
     const Json root = parse_own_json(text, path);
     const int64_t format = root.integer("format", path);
     if (format != MANIFEST_FORMAT)
-        fail("%s: format: found %lld, expected %lld: it was written by another version of the program", path.c_str(),
-             (long long)format, (long long)MANIFEST_FORMAT);
+        fail("%s: format: found %d, expected %d: it was written by another version of the program", path, format,
+             MANIFEST_FORMAT);
     Checkpoint manifest;
     manifest.path = path;
     manifest.folder = folder_of(path);
     manifest.step = root.integer("step", path);
-    if (manifest.step < 0) fail("%s: step: found %lld, expected 0 or more", path.c_str(), (long long)manifest.step);
+    if (manifest.step < 0) fail("%s: step: found %d, expected 0 or more", path, manifest.step);
     std::set<std::string> names;
     for (const Json& entry : root.array("files", path)) {
-        const std::string where = format_text("%s: files[%zu]", path.c_str(), manifest.files.size());
+        const std::string where = format_text("%s: files[%d]", path, manifest.files.size());
         FileRecord file;
         file.name = entry.string("name", where);
         if (!is_checkpoint_file_name(file.name))
             fail("%s: name: found %s, expected up to 100 letters, digits and . _ - that name a file of this folder",
-                 where.c_str(), json_quote(file.name).c_str());
-        if (!names.insert(file.name).second) fail("%s: name: %s is there twice", where.c_str(), file.name.c_str());
+                 where, json_quote(file.name));
+        if (!names.insert(file.name).second) fail("%s: name: %s is there twice", where, file.name);
         const int64_t size = entry.integer("size", where);
-        if (size < 0) fail("%s: size: found %lld, expected a number of bytes", where.c_str(), (long long)size);
+        if (size < 0) fail("%s: size: found %d, expected a number of bytes", where, size);
         file.size = uint64_t(size);
         const std::string& digits = entry.string("crc32c", where);
         if (digits.size() != 8 || digits.find_first_not_of("0123456789abcdef") != std::string::npos)
-            fail("%s: crc32c: found %s, expected eight hexadecimal digits", where.c_str(), json_quote(digits).c_str());
+            fail("%s: crc32c: found %s, expected eight hexadecimal digits", where, json_quote(digits));
         file.crc32c = uint32_t(std::strtoul(digits.c_str(), nullptr, 16));
         manifest.files.push_back(std::move(file));
     }
     const Json& state = root.get("state", path);
     manifest.state = state.require(Json::Object, path + ": state");
     if (root.keys.size() != 5 || root.keys[3] != "state")
-        fail("%s: expected the keys format, step, files, state and crc32c in this order", path.c_str());
+        fail("%s: expected the keys format, step, files, state and crc32c in this order", path);
     manifest.state_text = before.substr(size_t(state.offset));
     return manifest;
 }
 
 Checkpoint read_manifest(const std::string& folder) {
     const std::string path = folder + "/manifest.json";
-    if (is_gone(path)) fail("%s is missing", path.c_str());
+    if (is_gone(path)) fail("%s is missing", path);
     return parse_manifest(read_file(path), path);
 }
 
@@ -100,7 +97,7 @@ std::string begin_checkpoint(const std::string& run, int64_t step) {
     const std::string writing = checkpoint_writing(run, step);
     make_folders(run);
     remove_tree(writing);
-    if (mkdir(writing.c_str(), 0777) != 0) fail("cannot make folder %s: %s", writing.c_str(), std::strerror(errno));
+    if (mkdir(writing.c_str(), 0777) != 0) fail("cannot make folder %s: %s", writing, std::strerror(errno));
     return writing;
 }
 
@@ -112,11 +109,8 @@ std::string commit_checkpoint(const std::string& run, int64_t step, const std::v
     parse_manifest(text, manifest);  // what no reader would take is not written
     for (const FileRecord& file : files) {
         const std::string path = writing + "/" + file.name;
-        if (!file_exists(path))
-            fail("%s was written and is not there: all ranks have to see the same folder", path.c_str());
-        if (file_size(path) != file.size)
-            fail("%s has %llu bytes, %llu were written", path.c_str(), (unsigned long long)file_size(path),
-                 (unsigned long long)file.size);
+        if (!file_exists(path)) fail("%s was written and is not there: all ranks have to see the same folder", path);
+        if (file_size(path) != file.size) fail("%s has %d bytes, %d were written", path, file_size(path), file.size);
     }
     write_text_file(manifest, text);
     sync_folder(writing);
@@ -148,22 +142,19 @@ void verify_file(const std::string& folder, const FileRecord& expected) {
     const std::string path = folder + "/" + expected.name;
     struct stat s;
     if (stat(path.c_str(), &s) != 0)
-        fail("%s: %s, the manifest expects %llu bytes", path.c_str(),
+        fail("%s: %s, the manifest expects %d bytes", path,
              errno != ENOENT ? std::strerror(errno)
              : is_gone(path) ? "the file is missing"
                              : "the link leads to no file",
-             (unsigned long long)expected.size);
-    if (!S_ISREG(s.st_mode)) fail("%s is no regular file", path.c_str());
+             expected.size);
+    if (!S_ISREG(s.st_mode)) fail("%s is no regular file", path);
     const auto require_size = [&](uint64_t size) {
-        if (size != expected.size)
-            fail("%s has %llu bytes, the manifest says %llu", path.c_str(), (unsigned long long)size,
-                 (unsigned long long)expected.size);
+        if (size != expected.size) fail("%s has %d bytes, the manifest says %d", path, size, expected.size);
     };
     require_size(uint64_t(s.st_size));
     const uint32_t crc = read_record(path).crc32c;
     require_size(file_size(path));  // it may have grown meanwhile
-    if (crc != expected.crc32c)
-        fail("%s has checksum %08x, the manifest says %08x", path.c_str(), crc, expected.crc32c);
+    if (crc != expected.crc32c) fail("%s has checksum %08x, the manifest says %08x", path, crc, expected.crc32c);
 }
 
 static bool is_model_file(const std::string& name) { return name == "model.safetensors" || name == "config.json"; }
@@ -178,8 +169,7 @@ Checkpoint open_checkpoint(const std::string& folder, Wanted wanted) {
     Checkpoint manifest = read_manifest(folder);
     const int64_t named = parse_step(name_of(folder));
     if (named >= 0 && named != manifest.step)
-        fail("%s: step: found %lld, the folder's name says %lld", manifest.path.c_str(), (long long)manifest.step,
-             (long long)named);
+        fail("%s: step: found %d, the folder's name says %d", manifest.path, manifest.step, named);
     const Progress progress("checking " + folder);
     for (const FileRecord& file : manifest.files)
         if (wanted == Wanted::ALL || is_model_file(file.name)) verify_file(folder, file);
@@ -201,8 +191,8 @@ Checkpoint newest_intact_checkpoint(const std::string& run, const Complain& comp
         } catch (const Error& e) {
             // A run that goes on has removed it meanwhile (--keep), so there is a newer one.
             if (is_gone(folder)) return newest_intact_checkpoint(run, complain, wanted);
-            if (is_forbidden(folder)) fail("%s; this user needs the right to read %s", e.what(), folder.c_str());
-            complain(format_text("%s is damaged: %s; %s", folder.c_str(), e.what(),
+            if (is_forbidden(folder)) fail("%s; this user needs the right to read %s", e.what(), folder);
+            complain(format_text("%s is damaged: %s; %s", folder, e.what(),
                                  i + 1 < steps.size() ? "taking the one before" : "there is none before it"));
         }
     }
@@ -214,8 +204,7 @@ Checkpoint newest_checkpoint(const std::string& run, Wanted wanted) {
     const Checkpoint newest = newest_intact_checkpoint(
         run, [&](const std::string& text) { damages.push_back(text); }, wanted);
     if (newest.folder.empty() && !damages.empty())  // the first complaint, without its "; taking the one before"
-        fail("no checkpoint under %s is intact; %s; %s", run.c_str(),
-             damages[0].substr(0, damages[0].rfind("; ")).c_str(),
+        fail("no checkpoint under %s is intact; %s; %s", run, damages[0].substr(0, damages[0].rfind("; ")),
              wanted == Wanted::MODEL
                  ? "give another run, or a folder with the model.safetensors and config.json of this one from a copy"
                  : "without --resume the run starts anew and this folder is moved aside");
@@ -229,11 +218,10 @@ bool is_checkpoint(const std::string& folder) {
 
 Checkpoint find_checkpoint(const std::string& from, const char* option) {
     if (file_exists(from) && !file_exists(from + "/."))
-        fail("%s %s is a file: give the folder of a run or of one checkpoint", option, from.c_str());
+        fail("%s %s is a file: give the folder of a run or of one checkpoint", option, from);
     if (is_checkpoint(from)) return open_checkpoint(from, Wanted::MODEL);
     const Checkpoint newest = newest_checkpoint(from, Wanted::MODEL);
-    if (newest.folder.empty())
-        fail("%s %s holds no checkpoint: no step_*/model.safetensors in it", option, from.c_str());
+    if (newest.folder.empty()) fail("%s %s holds no checkpoint: no step_*/model.safetensors in it", option, from);
     return newest;
 }
 

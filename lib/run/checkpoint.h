@@ -19,10 +19,11 @@
 #include "../base/json.h"
 #include "../base/progress.h"
 #include "../base/safetensors.h"
-#include "../base/util.h"
+#include "../base/errors.h"
 
-using Complain =
-    std::function<void(const std::string&)>;  // takes one line about something that went wrong and is survived
+// Takes one line about something that went wrong and is survived; a warning, unless somebody wants to know.
+using Complain = std::function<void(const std::string&)>;
+inline const Complain WARN = [](const std::string& line) { complain(line); };
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Names.
@@ -80,7 +81,7 @@ std::string commit_checkpoint(const std::string& run, int64_t step, const std::v
                               const std::string& state_json);
 
 // Gives up a checkpoint that could not be written, so that a full disk has its space back.
-void abandon_checkpoint(const std::string& run, int64_t step, const Complain& complain);
+void abandon_checkpoint(const std::string& run, int64_t step, const Complain& complain = WARN);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Reading.
@@ -99,7 +100,8 @@ Checkpoint open_checkpoint(const std::string& folder, Wanted wanted = Wanted::AL
 std::string weights_digest(const Checkpoint& checkpoint);
 
 // The newest checkpoint that is as its manifest says; one complaint for each newer one, whose name and fault it tells.
-Checkpoint newest_intact_checkpoint(const std::string& run, const Complain& complain, Wanted wanted = Wanted::ALL);
+Checkpoint newest_intact_checkpoint(const std::string& run, const Complain& complain = WARN,
+                                    Wanted wanted = Wanted::ALL);
 
 // The same with warnings; an error if there are checkpoints and all of them are damaged.
 Checkpoint newest_checkpoint(const std::string& run, Wanted wanted = Wanted::ALL);
@@ -113,17 +115,17 @@ Checkpoint find_checkpoint(const std::string& from, const char* option);
 // validated. The manifest's state says it of its own checkpoint, so nothing has to be kept in step with the folder:
 //     "validation": {"loss": 3.2924, "data": "which"}
 // Only losses on the same data compare: on those of the newest that was validated.
-int64_t best_step(const std::string& run, const Complain& complain);
+int64_t best_step(const std::string& run, const Complain& complain = WARN);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Removing.
 
 // Keeps the `keep` newest checkpoints (0: all), those whose step is a multiple of keep_every (0: no others), and the
 // best; and, should all of these be damaged, the newest that is intact. What cannot be removed is a complaint.
-void remove_old_checkpoints(const std::string& run, int64_t keep, int64_t keep_every, const Complain& complain);
+void remove_old_checkpoints(const std::string& run, int64_t keep, int64_t keep_every, const Complain& complain = WARN);
 
 // Removes what writers and removers that died have left. Only at the start of a run, while nobody writes.
-void clean_leftovers(const std::string& run, const Complain& complain);
+void clean_leftovers(const std::string& run, const Complain& complain = WARN);
 
 #ifndef COMPILED_APART  // see lib/cpu/kernels.cpp
 #include "checkpoint.cpp"

@@ -42,7 +42,7 @@ std::string config_json(const ModelConfig& model) {
 void read_config_json(Config& c, const std::string& path) {
     const Json root = parse_json(read_file(path), path);
     if (root.string("architecture", path) != "nsa")
-        fail("%s: architecture is '%s', expected 'nsa'", path.c_str(), root.string("architecture", path).c_str());
+        fail("%s: architecture is '%s', expected 'nsa'", path, root.string("architecture", path));
     std::vector<std::pair<const Option*, std::string>> values;  // read first: those errors name the path themselves
     for (const Option& o : OPTIONS) {
         if (!(o.traits & OF_MODEL)) continue;
@@ -54,23 +54,21 @@ void read_config_json(Config& c, const std::string& path) {
         for (const auto& [option, value] : values) set_option(c, *option, value);
         validate_model(c, "contradiction");
     } catch (const Error& e) {
-        fail("%s: %s", path.c_str(), e.what());
+        fail("%s: %s", path, e.what());
     }
     c.vocab_size = root.get("vocab_size", path).whole_number(path + ": vocab_size");
     const bool is_bytes = c.tokenizer == "bytes";
     if (is_bytes ? c.vocab_size != 256 : c.vocab_size < 257 || c.vocab_size > 65536)
-        fail("%s: vocab_size is %lld, tokenizer %s has %s", path.c_str(), (long long)c.vocab_size, c.tokenizer.c_str(),
+        fail("%s: vocab_size is %d, tokenizer %s has %s", path, c.vocab_size, c.tokenizer,
              is_bytes ? "256" : "257 to 65536");
     c.vocab_digest = 0;
     if (root.find("vocab_digest")) {
         const std::string digits = root.string("vocab_digest", path);
         if (digits.size() != 8 || digits.find_first_not_of("0123456789abcdef") != std::string::npos || is_bytes)
-            fail("%s: vocab_digest is %s, expected 8 digits of 0-9a-f, and none for bytes", path.c_str(),
-                 json_quote(digits).c_str());
+            fail("%s: vocab_digest is %s, expected 8 digits of 0-9a-f, and none for bytes", path, json_quote(digits));
         c.vocab_digest = uint32_t(std::stoul(digits, nullptr, 16));
     }
-    if (root.number("norm_eps", path) != NORM_EPS)
-        fail("%s: norm_eps differs from this program's %g", path.c_str(), NORM_EPS);
+    if (root.number("norm_eps", path) != NORM_EPS) fail("%s: norm_eps differs from this program's %g", path, NORM_EPS);
 }
 
 // The vocabulary of a checkpoint: beside its weights, in its run, or where the training found it; "": it had none, or
@@ -115,10 +113,10 @@ void require_same_model(const ModelConfig& c, const std::string& checkpoint, con
         const bool same =
             now.kind == Json::String ? then.string(path) == now.text : then.number(path) == now.number_value;
         if (same) continue;
-        fail("cannot %s from %s: %s is %s there and %s in this run; leave the option out, or %s", verb, path.c_str(),
-             asked.keys[i] == "vocab_digest" ? "the digest of --vocab-dir" : asked.keys[i].c_str(),
-             then.kind == Json::String ? then.text.c_str() : format_text("%.15g", then.number_value).c_str(),
-             now.kind == Json::String ? now.text.c_str() : format_text("%.15g", now.number_value).c_str(),
+        fail("cannot %s from %s: %s is %s there and %s in this run; leave the option out, or %s", verb, path,
+             asked.keys[i] == "vocab_digest" ? "the digest of --vocab-dir" : asked.keys[i],
+             then.kind == Json::String ? then.text : format_text("%.15g", then.number_value),
+             now.kind == Json::String ? now.text : format_text("%.15g", now.number_value),
              may_begin ? "begin a new run with --init-from" : "give the same");
     }
 }
@@ -141,8 +139,8 @@ std::string same_run_lines(const Config& c, const std::string& program, uint64_t
     for (std::string line; std::getline(options, line);)
         if (line.find("\"threads\"") == std::string::npos) lines += "option " + line + "\n";
     if (!c.hellaswag.empty()) lines += "--hellaswag: " + digest_text(read_record(c.hellaswag)) + "\n";
-    if (train) lines += format_text("training data: %016llx\n", (unsigned long long)train);
-    return lines + (val ? format_text("validation data: %016llx\n", (unsigned long long)val) : "");
+    if (train) lines += format_text("training data: %016x\n", train);
+    return lines + (val ? format_text("validation data: %016x\n", val) : "");
 }
 
 Config with_absolute_paths(Config c) {
@@ -201,7 +199,7 @@ static void require_unchanged(const Config& c, const Option& o, const std::strin
     for (const auto& [name, because] : kept)
         if (!std::strcmp(o.name, name) && value_text(c, o) != was && !checkpoint_steps(folder).empty())
             fail("cannot resume from %s with --%s %s: %s %s; leave --%s out, or begin a new run with --init-from",
-                 folder.c_str(), name, value_text(c, o).c_str(), because, was.c_str(), name);
+                 folder, name, value_text(c, o), because, was, name);
 }
 
 bool inherit_options(Config& c) {
@@ -217,7 +215,7 @@ bool inherit_options(Config& c) {
             was = value_text(*old, o);
             if (!is_automatic(o, was)) overlay(c, o, was, Source::RUN_JSON);
         } catch (const Error& e) {
-            fail("%s: %s; %s", path.c_str(), e.what(), MEND_RUN_JSON);
+            fail("%s: %s; %s", path, e.what(), MEND_RUN_JSON);
         }
         require_unchanged(c, o, was, folder);
     }
@@ -254,29 +252,27 @@ void read_options_file(Config& c, bool prints) {
         if (of_run && o && is_of_no_layer(*o, of_file)) continue;
         if (!o || !(o->verbs & TRAIN)) fail_unknown_option(name, TRAIN, path + ": ");
         if (of_run && !is_inherited(*o)) continue;
-        if (name == "config") fail_usage("%s: --config is for the command line alone", path.c_str());
+        if (name == "config") fail_usage("%s: --config is for the command line alone", path);
         const Json& value = file.items[i];
         if (value.kind == Json::Object || value.kind == Json::Array || value.kind == Json::Null)
-            fail_usage("%s: --%s is neither a number nor a text", path.c_str(), o->name);
+            fail_usage("%s: --%s is neither a number nor a text", path, o->name);
         const std::string text = value.kind == Json::Bool ? (value.is_true ? "on" : "off") : value_text(value, *o);
         if (of_run && is_automatic(*o, text)) continue;
         if (name == "batch" && text == "auto") continue;  // as if it were not there
-        if (c.setting_of(name).source == Source::CONFIG_FILE)
-            fail_usage("%s: --%s stands there twice", path.c_str(), o->name);
+        if (c.setting_of(name).source == Source::CONFIG_FILE) fail_usage("%s: --%s stands there twice", path, o->name);
         Config there = c;
         try {
             set_option(there, *o, text);
         } catch (const Error& e) {
-            fail_usage("%s: %s", path.c_str(), e.what());
+            fail_usage("%s: %s", path, e.what());
         }
         if (overlay(c, *o, text, Source::CONFIG_FILE)) count++;
         else
             overridden += format_text("%s --%s %s (there %s)", overridden.empty() ? "; the command line:" : ",",
-                                      o->name, value_text(c, *o).c_str(), value_text(there, *o).c_str());
+                                      o->name, value_text(c, *o), value_text(there, *o));
     }
     if (prints)
-        std::printf("config: %s from %s%s\n", counted(int64_t(count), "option").c_str(), printable(path).c_str(),
-                    printable(overridden).c_str());
+        print("config: %s from %s%s\n", counted(int64_t(count), "option"), printable(path), printable(overridden));
 }
 
 // One line for each option that differs from the run that wrote the checkpoint, as far as a resume allows it. then: its
@@ -290,11 +286,11 @@ static Config print_changed_options(const Config& c, const Json& then) {
         const bool same = o.real ? old->number_value == c.*o.real : was == now;
         if (same) continue;
         const std::string reason = c.setting_of(o.name).reason;
-        std::printf("resume: --%s is %s, was %s%s\n", o.name, is_automatic(o, now) ? "auto" : printable(now).c_str(),
-                    is_automatic(o, was) ? "auto"
-                    : o.real             ? format_text("%.15g", old->number_value).c_str()
-                                         : printable(was).c_str(),
-                    reason.empty() ? "" : (": " + reason).c_str());
+        print("resume: --%s is %s, was %s%s\n", o.name, is_automatic(o, now) ? "auto" : printable(now),
+              is_automatic(o, was) ? "auto"
+              : o.real             ? format_text("%.15g", old->number_value)
+                                   : printable(was),
+              reason.empty() ? "" : (": " + reason));
         if (!is_automatic(o, was)) set_option(before, o, was);
     }
     return before;
@@ -302,17 +298,15 @@ static Config print_changed_options(const Config& c, const Json& then) {
 
 void print_resume(const Config& c, const Checkpoint& checkpoint) {
     if (checkpoint.folder.empty()) {
-        if (c.resume)
-            std::printf("resume: nothing to resume under %s, this run starts at step 0\n", printable(c.out).c_str());
+        if (c.resume) print("resume: nothing to resume under %s, this run starts at step 0\n", printable(c.out));
         return;
     }
     const int64_t next = checkpoint.step + 1;
-    std::printf("resume: %s, step %lld\n", printable(checkpoint.folder).c_str(), (long long)checkpoint.step);
+    print("resume: %s, step %d\n", printable(checkpoint.folder), checkpoint.step);
     const Config before = print_changed_options(c, checkpoint.state.get("options", checkpoint.path));
     const double is = learning_rate(c, next), was = learning_rate(before, next);
     if (std::fabs(is - was) > 0.01 * std::max(is, was))
-        std::printf("resume: the learning rate of step %lld is %.2e, by the earlier options %.2e\n", (long long)next,
-                    is, was);
+        print("resume: the learning rate of step %d is %.2e, by the earlier options %.2e\n", next, is, was);
 }
 
 Checkpoint chosen_checkpoint(const Config& c) {
@@ -320,11 +314,10 @@ Checkpoint chosen_checkpoint(const Config& c) {
     if (c.at_step == "last") return find_checkpoint(c.from, "--from");
     const bool best = c.at_step == "best", is_number = c.at_step.find_first_not_of("0123456789") == std::string::npos;
     if (!best && (c.at_step.empty() || c.at_step.size() > 18 || !is_number))
-        fail_usage("--step is '%s'; expected a step, or best, or last", c.at_step.c_str());
+        fail_usage("--step is '%s'; expected a step, or best, or last", c.at_step);
     if (is_checkpoint(c.from))
-        fail("--step %s: %s is one checkpoint: leave --step out, or give the folder of its run", c.at_step.c_str(),
-             c.from.c_str());
-    const int64_t step = best ? best_step(c.from, complain) : std::atoll(c.at_step.c_str());
+        fail("--step %s: %s is one checkpoint: leave --step out, or give the folder of its run", c.at_step, c.from);
+    const int64_t step = best ? best_step(c.from) : std::atoll(c.at_step.c_str());
     const std::string folder = checkpoint_folder(c.from, step);
     std::string steps;
     for (const int64_t other : checkpoint_steps(c.from)) steps = " " + std::to_string(other) + steps;
@@ -333,10 +326,9 @@ Checkpoint chosen_checkpoint(const Config& c) {
         fail(
             "--step best: none of the checkpoints of %s was validated, take one of:%s (a run validates what it saves "
             "where --save-every is a multiple of --eval-every)",
-            c.from.c_str(), steps.c_str());
+            c.from, steps);
     if (!file_exists(folder))
-        fail("--step %s: %s has no checkpoint of this step, only of:%s", c.at_step.c_str(), c.from.c_str(),
-             steps.c_str());
+        fail("--step %s: %s has no checkpoint of this step, only of:%s", c.at_step, c.from, steps);
     return open_checkpoint(folder, Wanted::MODEL);
 }
 
@@ -354,7 +346,7 @@ TrainConfig trained_options(TrainConfig c, const Checkpoint& checkpoint) {
     const std::string& path = checkpoint.path;
     if (path.empty())
         fail("%s/manifest.json is missing, which says what the run was validated on: give shards to --val-data",
-             checkpoint.folder.c_str());
+             checkpoint.folder);
     const Json& then = checkpoint.state.get("options", path);
     c.seed = then.integer("seed", path);
     c.eval_batches = then.integer("eval_batches", path);

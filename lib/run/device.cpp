@@ -41,9 +41,9 @@ static void start_threads(int count) {
     for (std::thread& thread : threads) thread.join();
     if (!error.empty())
         fail(
-            "%d CPU threads were asked for and the system starts only %zu: %s%s; choose a smaller --threads, or raise "
+            "%d CPU threads were asked for and the system starts only %d: %s%s; choose a smaller --threads, or raise "
             "the limit on threads (ulimit -u) or memory",
-            count, threads.size() + 1, error.c_str(), memory_limit_text().c_str());
+            count, threads.size() + 1, error, memory_limit_text());
 #ifdef _OPENMP
 #pragma omp parallel num_threads(count)
     {}
@@ -85,8 +85,8 @@ static int read_omp_threads(int share, bool speaks) {
     if (end == text || (*end && *end != ',') || asked < 1)
         fail_usage("OMP_NUM_THREADS is '%s'; expected a number of threads, such as %d here, or unset it", text, share);
     if (asked > share && speaks)
-        complain(format_text("OMP_NUM_THREADS is %ld, and this rank has %s: it starts no more threads than that", asked,
-                             counted(share, "processor").c_str()));
+        complain("OMP_NUM_THREADS is %d, and this rank has %s: it starts no more threads than that", asked,
+                 counted(share, "processor"));
     return int(std::min<long>(asked, share));
 }
 
@@ -95,10 +95,10 @@ static void check_attention_kernel(const MachineConfig& c, const Device& d) {
     const std::string& name = c.attention_kernel;
     if (name == "auto" || (d.gpu && d.engine.has_attention_kernel(name))) return;
     if (!d.gpu || d.engine.attention_kernels.empty())
-        fail_usage("--attention-kernel %s: the %s engine has no choice of kernels; leave it out", name.c_str(),
-                   d.gpu ? d.engine.name.c_str() : "CPU");
-    fail_usage("--attention-kernel is '%s'; the %s engine of this build (%s) has auto, %s", name.c_str(),
-               d.engine.name.c_str(), d.engine.format.c_str(), joined_words(d.engine.attention_kernels, ", ").c_str());
+        fail_usage("--attention-kernel %s: the %s engine has no choice of kernels; leave it out", name,
+                   d.gpu ? d.engine.name : "CPU");
+    fail_usage("--attention-kernel is '%s'; the %s engine of this build (%s) has auto, %s", name, d.engine.name,
+               d.engine.format, joined_words(d.engine.attention_kernels, ", "));
 }
 
 // The device of the options --device, --attention-kernel, --cpu-dtype and --threads on this machine. share: this rank's
@@ -111,19 +111,17 @@ static Device find_device(const MachineConfig& c, int share, const GpuSearch& gp
     const std::string none = why_no_device(c, gpus);
     d.engine = gpus.engine;
     d.gpu = has_device(c, gpus);
-    if (asks_for_device(c) && !d.gpu)
-        fail_usage("--device %s: %s; use --device cpu or auto", c.device.c_str(), none.c_str());
+    if (asks_for_device(c) && !d.gpu) fail_usage("--device %s: %s; use --device cpu or auto", c.device, none);
     d.reason = c.device != "auto" ? "--device " + c.device : d.gpu ? "there is a GPU" : none;
     if (c.cpu_dtype == "bf16" && d.gpu)
         fail_usage(
             "--cpu-dtype bf16 is for the CPU engine and this run computes by %s; leave it out or add --device cpu",
-            d.engine.name.c_str());
+            d.engine.name);
     if (!c.profile_steps.empty() && !d.gpu)
         fail_usage("--profile-steps %s is for a profiler of GPUs and this run is on the CPU (%s); leave it out",
-                   c.profile_steps.c_str(), d.reason.c_str());
+                   c.profile_steps, d.reason);
     if (!c.profile_steps.empty() && !d.engine.profiler)
-        fail_usage("--profile-steps %s: the %s engine knows no profiler; leave it out", c.profile_steps.c_str(),
-                   d.engine.name.c_str());
+        fail_usage("--profile-steps %s: the %s engine knows no profiler; leave it out", c.profile_steps, d.engine.name);
     check_attention_kernel(c, d);
     d.attention_kernel = c.attention_kernel;
     d.cpu_bf16 = c.cpu_dtype == "bf16" && HAVE_BF16;
@@ -131,8 +129,8 @@ static Device find_device(const MachineConfig& c, int share, const GpuSearch& gp
         d.reason +=
             "; fp32, because --cpu-dtype bf16 needs AVX512_BF16, which the processor of this build does not have";
     if (d.threads > share && speaks)
-        complain(format_text("--threads %d, and this rank has %s: more threads than that wait for each other",
-                             d.threads, counted(share, "processor").c_str()));
+        complain("--threads %d, and this rank has %s: more threads than that wait for each other", d.threads,
+                 counted(share, "processor"));
     return d;
 }
 
@@ -179,7 +177,7 @@ GradientPath choose_path(World& world, const EngineInfo& engine, const std::stri
         throw SharedError(format_text("%d ranks were started by %s, without MPI, and only NCCL between GPUs serves "
                                       "such ranks: this run computes on CPUs, so start it with mpirun -np %d "
                                       "./train_nsa ...",
-                                      world.size, world.launcher.c_str(), world.size),
+                                      world.size, world.launcher, world.size),
                           2);
     if (gpu.empty()) return {false, "by MPI"};
     const std::vector<std::string> all = world.gather(world.machine + " " + bus);
@@ -187,7 +185,7 @@ GradientPath choose_path(World& world, const EngineInfo& engine, const std::stri
     for (const std::string& place : all) ranks_on[place]++;
     world.device_sharers = ranks_on[all[size_t(world.rank)]];
     const std::string shares =
-        format_text("%d ranks share %s", world.device_sharers, world.device_sharers > 1 ? gpu.c_str() : "a GPU");
+        format_text("%d ranks share %s", world.device_sharers, world.device_sharers > 1 ? gpu : "a GPU");
     const bool shared = ranks_on.size() < all.size();
     if (shared && !world.has_mpi)
         throw SharedError(shares + ", and NCCL needs a GPU for each: start them with mpirun, or fewer");

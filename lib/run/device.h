@@ -19,7 +19,6 @@
 #include "../base/host.h"
 #include "../base/processor.h"
 #include "options.h"
-#include "../base/util.h"
 #include "world.h"
 
 // What a run computes on, chosen at its start.

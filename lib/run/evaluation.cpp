@@ -12,31 +12,27 @@ size_t find_range(size_t position) {
 
 std::string describe_choices(const ChoiceResult& r) {
     return format_text("hellaswag %.4f by loss per token, %.4f by loss, of %s", r.accuracy_per_token(), r.accuracy(),
-                       counted(int64_t(r.items), "item").c_str());
+                       counted(int64_t(r.items), "item"));
 }
 
 void print_choices(const std::string& checkpoint, const ChoiceTask& task, const ChoiceResult& r) {
-    std::printf("%s on %s: %s\n", printable(checkpoint).c_str(), printable(task.file).c_str(),
-                describe_choices(r).c_str());
+    print("%s on %s: %s\n", printable(checkpoint), printable(task.file), describe_choices(r));
 }
 
 void print_evaluation(const std::string& checkpoint, const std::string& set, const EvalResult& r, const Config& c,
                       int64_t samples) {
-    std::printf("%s on %s%s%llu tokens (%llu of %lld samples of %lld): loss %.4f, perplexity %.3f",
-                printable(checkpoint).c_str(), printable(set).c_str(), set.empty() ? "" : ", ",
-                (unsigned long long)r.tokens, (unsigned long long)r.samples, (long long)samples, (long long)c.seq_len,
-                r.loss, std::exp(r.loss));
-    if (r.answers) std::printf(", recall loss %.4f (chance %.4f)", r.answer_loss, std::log(SYNTHETIC_ALPHABET));
-    if (r.bytes) std::printf(", bits per byte %.4f\n", r.bits_per_byte());
-    else std::printf("; bits per byte are unknown without --vocab-dir\n");
-    std::printf("  tokens in sight        loss      tokens\n");
+    print("%s on %s%s%d tokens (%d of %d samples of %d): loss %.4f, perplexity %.3f", printable(checkpoint),
+          printable(set), set.empty() ? "" : ", ", r.tokens, r.samples, samples, c.seq_len, r.loss, std::exp(r.loss));
+    if (r.answers) print(", recall loss %.4f (chance %.4f)", r.answer_loss, std::log(SYNTHETIC_ALPHABET));
+    if (r.bytes) print(", bits per byte %.4f\n", r.bits_per_byte());
+    else print("; bits per byte are unknown without --vocab-dir\n");
+    print("  tokens in sight        loss      tokens\n");
     for (size_t i = 0; i < POSITION_RANGES && r.range_tokens[i]; i++) {
         const size_t first = range_begin(i) + 1, last = std::min(range_begin(i + 1), size_t(c.seq_len));
-        std::printf("  %15s  %10.4f  %10llu%s\n", format_text("%zu..%zu", first, last).c_str(), r.range_loss[i],
-                    (unsigned long long)r.range_tokens[i],
-                    first > size_t(c.trained_seq_len)  ? "  beyond the trained length"
-                    : last > size_t(c.trained_seq_len) ? "  in part beyond the trained length"
-                                                       : "");
+        print("  %15s  %10.4f  %10d%s\n", format_text("%d..%d", first, last), r.range_loss[i], r.range_tokens[i],
+              first > size_t(c.trained_seq_len)  ? "  beyond the trained length"
+              : last > size_t(c.trained_seq_len) ? "  in part beyond the trained length"
+                                                 : "");
     }
 }
 

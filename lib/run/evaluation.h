@@ -6,7 +6,6 @@
 #include <string>
 #include <vector>
 
-#include "../base/util.h"
 #include "../data/multiple_choice.h"
 #include "../data/shards.h"
 #include "options.h"

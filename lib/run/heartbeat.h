@@ -11,11 +11,11 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include "../base/clock.h"
 #include "../base/background.h"
 #include "../base/files.h"
 #include "../base/json.h"
 #include "../base/system.h"
-#include "../base/util.h"
 
 class Heartbeat {
     std::string path;

@@ -15,12 +15,12 @@ static void print_wrapped(const std::string& label, const std::vector<std::strin
     std::string line = label + std::string(label.size() < indent - 1 ? indent - 1 - label.size() : 0, ' ');
     for (size_t i = 0; i < words.size(); i++) {
         if (i && line.size() + 1 + words[i].size() > width) {
-            std::printf("%s\n", line.c_str());
+            print("%s\n", line);
             line = std::string(indent - 1, ' ');
         }
         line += " " + words[i];
     }
-    std::printf("%s\n", line.c_str());
+    print("%s\n", line);
 }
 
 static std::vector<std::string> split_words(const std::string& text) {
@@ -43,17 +43,17 @@ static std::vector<std::string> describe_preset(const Config& p) {
 
 void print_help(Verb verb) {
     const size_t width = terminal_width();
-    std::printf("usage: ./train_nsa [VERB] [--option VALUE | --option=VALUE]...\n\nverbs:\n");
+    print("usage: ./train_nsa [VERB] [--option VALUE | --option=VALUE]...\n\nverbs:\n");
     for (const VerbName& v : VERBS) print_wrapped("  " + std::string(v.name), split_words(v.help), width);
     print_wrapped("  help", split_words("this text; of another verb: help VERB, or VERB --help"), width);
-    std::printf("\noptions of %s:\n", verb_name(verb));
+    print("\noptions of %s:\n", verb_name(verb));
     for (const Option& o : OPTIONS)
         if (o.verbs & verb)
             print_wrapped("  --" + std::string(o.name),
-                          split_words(format_text("%s (%s, default %s)", o.help, range_text(o).c_str(),
+                          split_words(format_text("%s (%s, default %s)", o.help, range_text(o),
                                                   *o.default_text ? o.default_text : "none")),
                           width);
     if (!(verb & option_named("model").verbs)) return;
-    std::printf("\npresets:\n");
+    print("\npresets:\n");
     for (const Config& p : PRESETS) print_wrapped("  --model " + p.model, describe_preset(p), width);
 }

@@ -9,7 +9,7 @@ static long long read_number(const char* name, long long lowest, long long highe
     errno = 0;
     const long long number = std::strtoll(text, &end, 10);
     if (!std::isdigit(static_cast<unsigned char>(text[0])) || *end || errno || number < lowest || number > highest)
-        fail_usage("%s='%s' in the environment: expected an integer from %lld to %lld", name, text, lowest, highest);
+        fail_usage("%s='%s' in the environment: expected an integer from %d to %d", name, text, lowest, highest);
     return number;
 }
 
@@ -36,7 +36,7 @@ int rank_in_environment() {
 void refuse_launch(const std::string& text) {
     const int rank = rank_in_environment();
     if (rank > 0) usleep(2000000);
-    throw Error(2, rank > 0 ? format_text("rank %d on %s: %s", rank, host_name().c_str(), text.c_str()) : text);
+    throw Error(2, rank > 0 ? format_text("rank %d on %s: %s", rank, host_name(), text) : text);
 }
 
 // RANK and WORLD_SIZE, as torchrun and hand-written loops set them. False if they are not set.
@@ -74,7 +74,7 @@ static bool read_slurm_variables(Launch& launch) {
                     step = read_number("SLURM_STEP_ID", 0, 0xffffffffll, 0);
     // below the ports that systems hand out, and another one for every step of a job
     launch.port = read_number("MASTER_PORT", 1, 65535, int(10000 + (job * 7 + step) % 20000));
-    launch.run = format_text("%lld.%lld", job, step);
+    launch.run = format_text("%d.%d", job, step);
     return true;
 }
 
@@ -114,9 +114,9 @@ static std::string address_of_rank_0(const Launch& launch) {
 
 void refuse_other_mpi(const Launch& launch, int size) {
     refuse_launch(format_text("%s has started %d processes, but this program's MPI (%.60s) sees %d: %s",
-                              launch.launcher.c_str(), launch.size, launch.mpi.c_str(), size,
+                              launch.launcher, launch.size, launch.mpi, size,
                               launch.launcher == "srun"
-                                  ? ("give srun --mpi=" + choose_pmi(launch.mpi)).c_str()
+                                  ? ("give srun --mpi=" + choose_pmi(launch.mpi))
                                   : "mpirun belongs to another MPI than the one it was built with; use the mpirun "
                                     "beside the mpicxx of the build"));
 }
@@ -142,7 +142,7 @@ Launch read_launch(const std::string& mpi, int argc, char** argv) {
         refuse_launch(
             format_text("srun has started %d tasks without a PMI, by which MPI would bring them together: "
                         "srun --mpi=%s ./train_nsa ... (srun --mpi=list says what this Slurm has)",
-                        launch.size, choose_pmi(mpi).c_str()));
+                        launch.size, choose_pmi(mpi)));
     }
     refuse_contradictions(launch);
     if (launch.size > 1) launch.address = address_of_rank_0(launch);

@@ -18,7 +18,8 @@
 #include "../base/files.h"
 #include "../base/json.h"
 #include "../base/system.h"
-#include "../base/util.h"
+#include "../base/text.h"
+#include "../base/clock.h"
 #include "world.h"
 
 extern char** environ;
@@ -42,14 +43,13 @@ struct Machine {
 // --version: one line each.
 inline void print_version(const Build& build) {
     const EngineInfo& engine = build.engine;
-    std::printf("train_nsa %s\ncompiler: %s\n", build.version.c_str(), build.compiler.c_str());
+    print("train_nsa %s\ncompiler: %s\n", build.version, build.compiler);
     std::string engines = "CPU";
     if (!engine.format.empty()) engines += ", " + engine.name + " (" + engine.format + ")";
-    std::printf("engines: %s\n", engines.c_str());
+    print("engines: %s\n", engines);
     if (!engine.attention_kernels.empty())
-        std::printf("attention kernels: %s\n", joined_words(engine.attention_kernels, ", ").c_str());
-    if (!build.mpi.empty())
-        std::printf("MPI: %s; under Slurm srun --mpi=%s\n", build.mpi.c_str(), choose_pmi(build.mpi).c_str());
+        print("attention kernels: %s\n", joined_words(engine.attention_kernels, ", "));
+    if (!build.mpi.empty()) print("MPI: %s; under Slurm srun --mpi=%s\n", build.mpi, choose_pmi(build.mpi));
 }
 
 // The first line of a file of the system that holds `name`, from there on; "" if there is none.

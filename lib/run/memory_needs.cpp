@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "../base/util.h"
+#include "../base/errors.h"
 
 // The largest number of sequences, at most `batch`, that divides the samples of a rank and step and fits; 0 if none
 // fits. needed(batch): MiB.
@@ -23,8 +23,8 @@ bool fit_batch(ModelConfig& c, const World& world, bool batch_is_given, double f
         largest_batch(c.batch, samples, available, [&](int64_t batch) { return needed(batch, c.recompute); });
     if (!batch_is_given && fits > 0 && fits < c.batch) {
         if (world.rank == 0)
-            std::printf("batch:  %s at a time and not %lld, which do not fit into %.0f MiB\n",
-                        counted(fits, "sequence").c_str(), (long long)c.batch, available);
+            print("batch:  %s at a time and not %d, which do not fit into %.0f MiB\n", counted(fits, "sequence"),
+                  c.batch, available);
         c.batch = fits;
     }
     const double needs = needed(c.batch, c.recompute);
@@ -34,30 +34,30 @@ bool fit_batch(ModelConfig& c, const World& world, bool batch_is_given, double f
     for (int64_t level = 2; level >= c.recompute; level--) {
         const int64_t batch = largest_batch(c.batch, samples, available, [&](int64_t b) { return needed(b, level); });
         if (batch == c.batch || (batch > 0 && level == 2))
-            advice = format_text("--batch %lld --recompute %lld", (long long)batch, (long long)level);
+            advice = format_text("--batch %d --recompute %d", batch, level);
     }
     fail(
-        "--batch %lld and --seq-len %lld need %.0f MiB per rank, of which %.0f MiB are parameters, gradients and "
+        "--batch %d and --seq-len %d need %.0f MiB per rank, of which %.0f MiB are parameters, gradients and "
         "moments; %.0f MiB are available: choose %s",
-        (long long)c.batch, (long long)c.seq_len, needs, fixed, available, advice.c_str());
+        c.batch, c.seq_len, needs, fixed, available, advice);
 }
 
 void print_memory(double fixed_mib, const MemoryPlan& plan, bool in_full) {
-    std::printf("memory: %.1f MiB of parameters, gradients and moments, %.1f MiB of activations per rank\n", fixed_mib,
-                double(plan.bytes) / (1 << 20));
+    print("memory: %.1f MiB of parameters, gradients and moments, %.1f MiB of activations per rank\n", fixed_mib,
+          double(plan.bytes) / (1 << 20));
     if (!in_full) return;
     std::vector<MemoryEntry> entries = plan.memory;
     std::sort(entries.begin(), entries.end(), [](const auto& x, const auto& y) { return x.bytes > y.bytes; });
     size_t rest = 0;
     for (const MemoryEntry& e : entries) {
         if (e.bytes * 25 < plan.bytes) rest += e.bytes;
-        else std::printf("        %8.1f MiB  %3zu x %s\n", double(e.bytes) / (1 << 20), e.count, e.name.c_str());
+        else print("        %8.1f MiB  %3d x %s\n", double(e.bytes) / (1 << 20), e.count, e.name);
     }
-    std::printf("        %8.1f MiB  the rest\n", double(rest) / (1 << 20));
+    print("        %8.1f MiB  the rest\n", double(rest) / (1 << 20));
 }
 
 void require_memory_for(double needed, double available, const std::string& what, const char* advice) {
     if (needed > available)
-        fail("%s needs %.0f MiB per rank; %.0f MiB are available: %s", what.c_str(), needed / (1 << 20),
-             available / (1 << 20), advice);
+        fail("%s needs %.0f MiB per rank; %.0f MiB are available: %s", what, needed / (1 << 20), available / (1 << 20),
+             advice);
 }

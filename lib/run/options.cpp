@@ -59,7 +59,7 @@ static void refuse_unexpanded(const Option& o, const std::string& value) {
             fail_usage(
                 "--%s '%s': the shell has left %s as it is, as it does in single quotes, or with ~ behind a =: write "
                 "\"$HOME\" in double ones, or the whole path",
-                o.name, value.c_str(), name.c_str());
+                o.name, value, name);
     }
     const size_t open = value.find('{'), close = value.find('}', std::min(open, value.size()));
     if (is_written || close == std::string::npos || file_exists(value)) return;
@@ -71,21 +71,21 @@ static void refuse_unexpanded(const Option& o, const std::string& value) {
     if (files.empty())
         fail_usage(
             "--%s '%s': braces are the shell's, and in quotes they stay: write [ab] for one of two letters, or %s",
-            o.name, value.c_str(), is_sets ? "the patterns one by one, with a comma between them" : "every name");
+            o.name, value, is_sets ? "the patterns one by one, with a comma between them" : "every name");
 }
 
 void set_option(Config& c, const Option& o, const std::string& value) {
     if (o.text || o.list) refuse_unexpanded(o, value);
     if (o.flag) {
         if (!is_choice(value, "on|off|1|0"))
-            fail_usage("--%s is '%s'; it is a flag: give it without a value, or 0 for off", o.name, value.c_str());
+            fail_usage("--%s is '%s'; it is a flag: give it without a value, or 0 for off", o.name, value);
         c.*o.flag = value == "on" || value == "1";
     } else if (o.list) {
         (c.*o.list).push_back(value);
     } else if (o.text) {
         if (o.text == &Config::from) c.runs.push_back(value);
         if (o.choices && !is_choice(value, o.choices))
-            fail_usage("--%s is '%s'; expected one of %s", o.name, value.c_str(), o.choices);
+            fail_usage("--%s is '%s'; expected one of %s", o.name, value, o.choices);
         c.*o.text = value;
     } else if (o.integer && value == "auto" && value == o.default_text) {
         c.*o.integer = 0;  // worked out later
@@ -95,7 +95,7 @@ void set_option(Config& c, const Option& o, const std::string& value) {
         const bool decimal =
             value.find_first_not_of(o.integer ? "-0123456789" : "+-.0123456789eE") == std::string::npos;
         if (value.empty() || *end || !decimal || !(number >= o.low && number <= o.high))
-            fail_usage("--%s is '%s'; expected %s in %.15g..%.15g", o.name, value.c_str(),
+            fail_usage("--%s is '%s'; expected %s in %.15g..%.15g", o.name, value,
                        o.integer ? "an integer, in decimal digits," : "a number", o.low, o.high);
         if (o.integer) c.*o.integer = int64_t(number);
         else c.*o.real = number;
@@ -123,22 +123,20 @@ static std::string familiar_option(std::string word, Verb verb) {
 
 void fail_unknown_option(const std::string& name, Verb verb, const std::string& where) {
     const std::string meant = familiar_option(name, verb);
-    if (!meant.empty())
-        fail_usage("%s--%s is no option; did you mean --%s?", where.c_str(), name.c_str(), meant.c_str());
-    fail_usage("%s--%s is no option (--help lists them)", where.c_str(), name.c_str());
+    if (!meant.empty()) fail_usage("%s--%s is no option; did you mean --%s?", where, name, meant);
+    fail_usage("%s--%s is no option (--help lists them)", where, name);
 }
 
 // A word that is neither an option nor a value. option: the last one before it, without --, or "".
 [[noreturn]] static void fail_stray_word(const std::string& word, const std::string& option) {
-    if (verb_named(word))
-        fail_usage("'%s' is a verb, which comes first: ./train_nsa %s ...", word.c_str(), word.c_str());
+    if (verb_named(word)) fail_usage("'%s' is a verb, which comes first: ./train_nsa %s ...", word, word);
     const bool takes_files = option == "data" || option == "val-data" || option == "in";
     if (takes_files && access(word.c_str(), F_OK) == 0)
         fail_usage(
             "'%s' is no option, but a file behind --%s: has the shell put the names of files in place of a pattern? "
             "Put it in quotes, as in --%s 'data/*.%s'",
-            word.c_str(), option.c_str(), option.c_str(), option == "in" ? "txt" : "bin");
-    fail_usage("'%s' is no option; options begin with -- (--help lists them)", word.c_str());
+            word, option, option, option == "in" ? "txt" : "bin");
+    fail_usage("'%s' is no option; options begin with -- (--help lists them)", word);
 }
 
 // The option that a word without one is the value of: the folder of a run after a verb that reads one, or after
@@ -160,7 +158,7 @@ static Verb read_verb(int argc, const char* const* argv, Config& c, int& at) {
     c.verb = argv[at++];
     std::string names;
     for (const VerbName& v : VERBS) names += std::string(v.name) + ", ";
-    if (!verb_named(c.verb)) fail_usage("'%s' is no verb; expected one of %shelp", c.verb.c_str(), names.c_str());
+    if (!verb_named(c.verb)) fail_usage("'%s' is no verb; expected one of %shelp", c.verb, names);
     return verb_named(c.verb)->verb;
 }
 
@@ -199,10 +197,9 @@ Config parse_options(int argc, const char* const* argv) {
         const Option* const o = find_option(name);
         if (!o) fail_unknown_option(name, verb, "");
         if (!(o->verbs & verb))
-            fail_usage("--%s is no option of '%s' (./train_nsa %s --help lists its options)", name.c_str(),
-                       c.verb.c_str(), c.verb.c_str());
+            fail_usage("--%s is no option of '%s' (./train_nsa %s --help lists its options)", name, c.verb, c.verb);
         const bool several = o->list || (verb == REPORT && name == "from");  // runs to be laid over each other
-        if (c.is_given(name) && (o->list || !several)) fail_usage("--%s is given twice", name.c_str());
+        if (c.is_given(name) && (o->list || !several)) fail_usage("--%s is given twice", name);
         option = name;
         if (o->flag && equals == std::string::npos) {
             const bool has_value = at < argc && is_choice(argv[at], "on|off|1|0");
@@ -214,10 +211,10 @@ Config parse_options(int argc, const char* const* argv) {
             continue;
         }
         if (at == argc || !std::strncmp(argv[at], "--", 2))
-            fail_usage("--%s needs a value: %s%s", name.c_str(), range_text(*o).c_str(),
+            fail_usage("--%s needs a value: %s%s", name, range_text(*o),
                        at == argc || o->choices || !(o->text || o->list)
                            ? ""
-                           : ("; one that begins with -- is given as " + option_words(name, argv[at])).c_str());
+                           : ("; one that begins with -- is given as " + option_words(name, argv[at])));
         set(*o, argv[at++]);
         while (several && at < argc && std::strncmp(argv[at], "--", 2)) set(*o, argv[at++]);
     }
@@ -276,27 +273,22 @@ bool has_layers(const ModelConfig& c, LayerKind kind) {
 
 void validate_model(const ModelConfig& c, const char* where) {
     if (c.heads % c.kv_groups)
-        fail_usage("%s: --heads %lld is not divisible by --kv-groups %lld", where, (long long)c.heads,
-                   (long long)c.kv_groups);
-    if (c.head_dim % 2)
-        fail_usage("%s: --head-dim %lld is odd; rotary embedding pairs its elements", where, (long long)c.head_dim);
+        fail_usage("%s: --heads %d is not divisible by --kv-groups %d", where, c.heads, c.kv_groups);
+    if (c.head_dim % 2) fail_usage("%s: --head-dim %d is odd; rotary embedding pairs its elements", where, c.head_dim);
     if (c.cmp_block % c.cmp_stride)
-        fail_usage("%s: --cmp-block %lld is not a multiple of --cmp-stride %lld", where, (long long)c.cmp_block,
-                   (long long)c.cmp_stride);
+        fail_usage("%s: --cmp-block %d is not a multiple of --cmp-stride %d", where, c.cmp_block, c.cmp_stride);
     if (c.slc_block % c.cmp_stride)
-        fail_usage("%s: --slc-block %lld is not a multiple of --cmp-stride %lld", where, (long long)c.slc_block,
-                   (long long)c.cmp_stride);
-    if (c.slc_count < 3)
-        fail_usage("%s: --slc-count %lld; at least 3 blocks are always selected", where, (long long)c.slc_count);
+        fail_usage("%s: --slc-block %d is not a multiple of --cmp-stride %d", where, c.slc_block, c.cmp_stride);
+    if (c.slc_count < 3) fail_usage("%s: --slc-count %d; at least 3 blocks are always selected", where, c.slc_count);
     const std::vector<LayerKind> kinds = layer_kinds(c.attention);
     if (kinds.empty())
         fail_usage(
             "%s: --attention is '%s'; expected nsa, full or window, or a pattern of at most %d of them, such as "
             "window,nsa",
-            where, c.attention.c_str(), MAX_PATTERN);
+            where, c.attention, MAX_PATTERN);
     if (int64_t(kinds.size()) > c.layers)
-        fail_usage("%s: --attention %s names %zu layers, and --layers is %lld: leave the last ones out", where,
-                   c.attention.c_str(), kinds.size(), (long long)c.layers);
+        fail_usage("%s: --attention %s names %d layers, and --layers is %d: leave the last ones out", where,
+                   c.attention, kinds.size(), c.layers);
 }
 
 void resolve_batch(TrainConfig& c, int ranks, bool gpu) {
@@ -306,8 +298,7 @@ void resolve_batch(TrainConfig& c, int ranks, bool gpu) {
     if (c.is_chosen("total-batch")) {
         sequences = c.total_batch / c.seq_len;
         if (c.total_batch % c.seq_len)
-            fail_usage("--total-batch %lld is not a multiple of --seq-len %lld", (long long)c.total_batch,
-                       (long long)c.seq_len);
+            fail_usage("--total-batch %d is not a multiple of --seq-len %d", c.total_batch, c.seq_len);
     } else {
         const int64_t unit = ranks * (c.is_given("batch") ? c.batch : 1);
         sequences = std::max<int64_t>(sequences / unit, 1) * unit;
@@ -315,14 +306,14 @@ void resolve_batch(TrainConfig& c, int ranks, bool gpu) {
     c.total_batch = sequences * c.seq_len;
     const int64_t per_rank = sequences / ranks;
     if (sequences % ranks)
-        fail_usage("--total-batch %lld is %s of --seq-len %lld, not divisible by %d ranks", (long long)c.total_batch,
-                   counted(sequences, "sequence").c_str(), (long long)c.seq_len, ranks);
+        fail_usage("--total-batch %d is %s of --seq-len %d, not divisible by %d ranks", c.total_batch,
+                   counted(sequences, "sequence"), c.seq_len, ranks);
     if (!c.is_given("batch"))
         for (c.batch = std::min(c.batch ? c.batch : as_preset ? p.batch : 1, per_rank); per_rank % c.batch; c.batch--) {
         }  // a resumed run has one already
     if (per_rank % c.batch)
-        fail_usage("--total-batch %lld is %s for each rank, not divisible by --batch %lld", (long long)c.total_batch,
-                   counted(per_rank, "sequence").c_str(), (long long)c.batch);
+        fail_usage("--total-batch %d is %s for each rank, not divisible by --batch %d", c.total_batch,
+                   counted(per_rank, "sequence"), c.batch);
 }
 
 bool is_of_no_layer(const Option& o, const ModelConfig& c) {
@@ -340,7 +331,7 @@ std::pair<int64_t, int64_t> profiled_steps(const MachineConfig& c) {
     if (found == 1) last = first;
     if (found < 1 || found > 2 || !digits || !ends || first < 1 || last < first)
         fail_usage("--profile-steps is '%s'; expected the first and the last step, such as 20-29, or one alone",
-                   c.profile_steps.c_str());
+                   c.profile_steps);
     return {first, last};
 }
 
@@ -353,7 +344,7 @@ int64_t warmup_steps(const TrainConfig& c) {
     if (digits.empty() || digits.size() > (unit ? 6 : 12) ||
         digits.find_first_not_of("0123456789") != std::string::npos)
         fail_usage("--warmup is '%s'; expected steps, or tokens with K, M or B behind the number, such as 2M",
-                   c.warmup.c_str());
+                   c.warmup);
     const int64_t number = std::stoll(digits);
     return unit ? (number * unit + c.total_batch - 1) / std::max<int64_t>(c.total_batch, 1) : number;
 }
@@ -366,29 +357,29 @@ void validate_given(const TrainConfig& c) {
     for (const Option& o : OPTIONS)
         if (c.is_given(o.name) && is_of_no_layer(o, c))
             fail_usage("--%s is of --attention nsa, and this run has --attention %s: leave one of them out", o.name,
-                       c.attention.c_str());
+                       c.attention);
 }
 
 void warn_of_doubtful_options(const TrainConfig& c) {
     if (has_layers(c, NSA_LAYER) && c.seq_len < c.cmp_block)
         complain(
-            format_text("--seq-len %lld is shorter than --cmp-block %lld: the compressed branch never has "
-                        "a block, and the selection has nothing to go by",
-                        (long long)c.seq_len, (long long)c.cmp_block));
+            "--seq-len %d is shorter than --cmp-block %d: the compressed branch never has "
+            "a block, and the selection has nothing to go by",
+            c.seq_len, c.cmp_block);
     if (c.lr == 0 && c.dump_state.empty())
         complain("--lr 0: nothing is learnt, every step leaves the weights as they are");
     const int64_t warmup = warmup_steps(c);
     if (c.dump_state.empty() && c.lr > 0 && c.steps > 0 && c.steps < warmup)
         complain(
-            format_text("--steps %lld ends within the %lld steps of --warmup: the learning rate never gets "
-                        "beyond %.2g of --lr %g",
-                        (long long)c.steps, (long long)warmup, double(c.steps) / double(warmup), c.lr));
+            "--steps %d ends within the %d steps of --warmup: the learning rate never gets "
+            "beyond %.2g of --lr %g",
+            c.steps, warmup, double(c.steps) / double(warmup), c.lr);
     warn_of_end_of_text({c.prompt}, "--prompt");
     if (c.sample_tokens > c.seq_len && c.is_given("sample-tokens"))
         complain(
-            format_text("--sample-tokens %lld is more than --seq-len %lld: what the model writes beyond "
-                        "that length it has not learnt",
-                        (long long)c.sample_tokens, (long long)c.seq_len));
+            "--sample-tokens %d is more than --seq-len %d: what the model writes beyond "
+            "that length it has not learnt",
+            c.sample_tokens, c.seq_len);
 }
 
 void require_no_bytes(const TrainConfig& c) {
@@ -401,8 +392,8 @@ void require_no_bytes(const TrainConfig& c) {
 void validate_run(const TrainConfig& c, int ranks) {
     if (!c.dump_state.empty() && (ranks > 1 || c.batch * c.seq_len != c.total_batch))
         fail_usage(
-            "--dump-state needs one rank and no accumulation: --total-batch %lld must be --batch %lld x --seq-len %lld",
-            (long long)c.total_batch, (long long)c.batch, (long long)c.seq_len);
+            "--dump-state needs one rank and no accumulation: --total-batch %d must be --batch %d x --seq-len %d",
+            c.total_batch, c.batch, c.seq_len);
     if (c.data != "synthetic") require_no_bytes(c);
 }
 

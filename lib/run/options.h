@@ -19,7 +19,6 @@
 #include "../base/background.h"
 #include "../base/gpu_search.h"
 #include "../base/files.h"
-#include "../base/util.h"
 #include "../model/schedule.h"
 #include "../model/shape.h"
 

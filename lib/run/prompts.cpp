@@ -3,10 +3,10 @@
 
 void warn_beyond_trained(int64_t prompt, int64_t tokens, int64_t seq_len) {
     if (prompt + tokens - 1 > seq_len)
-        complain(format_text(
-            "a prompt of %s and --tokens %lld make %lld, and the model was trained on %lld at a time: "
+        complain(
+            "a prompt of %s and --tokens %d make %d, and the model was trained on %d at a time: "
             "what it writes beyond that length it has not learnt",
-            counted(prompt, "token").c_str(), (long long)tokens, (long long)(prompt + tokens - 1), (long long)seq_len));
+            counted(prompt, "token"), tokens, prompt + tokens - 1, seq_len);
 }
 
 // A model of bytes that has hardly learnt writes escape sequences too, which a terminal must not see.
@@ -19,7 +19,7 @@ static std::string for_this_terminal(std::string text) {
 
 std::unique_ptr<Tokenizer> find_tokenizer(const Config& c) {
     std::unique_ptr<Tokenizer> tokenizer = Tokenizer::find(c.tokenizer, c.vocab_dir, c.vocab_size, c.vocab_digest);
-    if (!tokenizer) fail_usage("%s: --vocab-dir is missing: this model writes gpt2 tokens", c.verb.c_str());
+    if (!tokenizer) fail_usage("%s: --vocab-dir is missing: this model writes gpt2 tokens", c.verb);
     return tokenizer;
 }
 
@@ -41,7 +41,7 @@ std::vector<std::string> read_prompts(const SampleConfig& c) {
             prompts.push_back(text);
         }
     }
-    if (prompts.empty()) fail("--prompt-file: there is no prompt in %s", c.prompt_file[0].c_str());
+    if (prompts.empty()) fail("--prompt-file: there is no prompt in %s", c.prompt_file[0]);
     return prompts;
 }
 
@@ -84,9 +84,9 @@ void converse(const Tokenizer& tokenizer, int64_t length, int64_t count,
             if (read + int64_t(unread.size()) > length) {
                 if (i > 0) printer.end();
                 return complain(
-                    format_text("the conversation has reached the %lld tokens that the model was trained "
-                                "on at a time: begin another one",
-                                (long long)length));
+                    "the conversation has reached the %d tokens that the model was trained "
+                    "on at a time: begin another one",
+                    length);
             }
             const int32_t token = next(unread);
             read += int64_t(unread.size());

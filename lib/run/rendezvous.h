@@ -16,7 +16,8 @@
 #include <unistd.h>
 
 #include "launch.h"
-#include "../base/util.h"
+#include "../base/errors.h"
+#include "../base/clock.h"
 
 namespace rendezvous {
 
@@ -63,7 +64,7 @@ inline uint64_t hash_launch(const Launch& launch) {
     return std::hash<std::string>()(launch.run + '\n' + std::to_string(launch.size));
 }
 inline std::string describe_address(const Launch& launch) {
-    return format_text(launch.address.find(':') == std::string::npos ? "%s:%d" : "[%s]:%d", launch.address.c_str(),
+    return format_text(launch.address.find(':') == std::string::npos ? "%s:%d" : "[%s]:%d", launch.address,
                        launch.port);
 }
 
@@ -104,8 +105,7 @@ inline void give_out(const char (&id)[128], const Launch& launch, double seconds
         return bind(listener.fd, a.ai_addr, a.ai_addrlen) == 0 && listen(listener.fd, 128) == 0;
     });
     if (!error.empty())
-        fail("rank 0 cannot listen on port %d: %s; set MASTER_PORT to a free port on all ranks", launch.port,
-             error.c_str());
+        fail("rank 0 cannot listen on port %d: %s; set MASTER_PORT to a free port on all ranks", launch.port, error);
     limit_waiting(listener.fd, 1);
     std::vector<bool> served(size_t(launch.size), false);
     const double begun = seconds_now();
@@ -115,7 +115,7 @@ inline void give_out(const char (&id)[128], const Launch& launch, double seconds
             fail(
                 "rank 0 has waited %.0f s at %s, and %d of %d ranks never came (%d calls of other runs were refused); "
                 "are they started, with the same MASTER_ADDR and MASTER_PORT, and does a firewall let them through?",
-                seconds, describe_address(launch).c_str(), missing, launch.size, strangers);
+                seconds, describe_address(launch), missing, launch.size, strangers);
         const Socket caller(accept(listener.fd, nullptr, nullptr));
         Request r;
         if (caller.fd < 0) continue;
@@ -147,12 +147,12 @@ inline std::string ask_once(char (&id)[128], const Launch& launch) {
     if (!why.empty()) return why;
     if (answer.magic != MAGIC)
         fail("what answers rank %d at %s is no rank of this program; set another MASTER_PORT on all ranks", launch.rank,
-             describe_address(launch).c_str());
+             describe_address(launch));
     if (!answer.welcome)
         fail(
             "rank 0 at %s belongs to another run, or was started with other options, or has a rank %d already: give "
             "all ranks the same command, and every run a MASTER_PORT of its own",
-            describe_address(launch).c_str(), launch.rank);
+            describe_address(launch), launch.rank);
     std::memcpy(id, answer.id, sizeof answer.id);
     return "";
 }
@@ -166,7 +166,7 @@ inline void share_id(char (&id)[128], const Launch& launch, double seconds) {
             fail(
                 "rank %d has waited %.0f s for rank 0 at %s: %s; is rank 0 started, is the address (MASTER_ADDR, "
                 "MASTER_PORT) its own, and does a firewall let it through?",
-                launch.rank, seconds, describe_address(launch).c_str(), why.c_str());
+                launch.rank, seconds, describe_address(launch), why);
 }
 
 }  // namespace rendezvous

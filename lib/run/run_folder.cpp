@@ -5,17 +5,17 @@ void lock_run_folder(const std::string& folder) {
     int& lock = run_folder_lock;
     if (lock >= 0) close(lock);
     lock = open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (lock < 0) fail("cannot open folder %s: %s", folder.c_str(), std::strerror(errno));
+    if (lock < 0) fail("cannot open folder %s: %s", folder, std::strerror(errno));
     if (flock(lock, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK)  // any other error: the file system has no locks
         fail("--out %s: another run is at work there; wait until it has ended, or give this one a folder of its own",
-             folder.c_str());
+             folder);
 }
 
 void require_run_folder(const std::string& folder) {
     struct stat locked, named;
     if (fstat(run_folder_lock, &locked) != 0 || stat(folder.c_str(), &named) != 0 || locked.st_dev != named.st_dev ||
         locked.st_ino != named.st_ino)
-        fail("--out %s was removed or moved while the run went on", folder.c_str());
+        fail("--out %s was removed or moved while the run went on", folder);
 }
 
 // A name beside this one that nothing has yet.
@@ -56,17 +56,15 @@ static std::string move_run_aside(const std::string& out, const std::vector<std:
     const bool has_checkpoint = !checkpoint_steps(out).empty();
     std::error_code error;
     const std::string real = std::filesystem::canonical(out, error).string();  // where a link or . leads
-    if (error) fail("cannot find where %s leads: %s", out.c_str(), error.message().c_str());
+    if (error) fail("cannot find where %s leads: %s", out, error.message());
     const std::string aside = unused_name_beside(real);
     make_folders(aside);
     for (const std::string& name : files)
         if (std::rename((real + "/" + name).c_str(), (aside + "/" + name).c_str()) != 0)
-            fail("cannot move %s of the earlier run in %s to %s: %s", name.c_str(), out.c_str(), aside.c_str(),
-                 std::strerror(errno));
+            fail("cannot move %s of the earlier run in %s to %s: %s", name, out, aside, std::strerror(errno));
     sync_folder(aside);
     const bool plain = real == std::filesystem::absolute(out).lexically_normal();
-    return format_text(" (the earlier run there was moved to %s%s)",
-                       (plain ? out + aside.substr(real.size()) : aside).c_str(),
+    return format_text(" (the earlier run there was moved to %s%s)", (plain ? out + aside.substr(real.size()) : aside),
                        has_checkpoint ? "; --resume would have continued it" : ", it has no checkpoint");
 }
 
@@ -79,7 +77,7 @@ static std::string run_json_with_start(const std::string& options, const std::st
         if (const Json* const list = root.find("starts"))
             for (const Json& one : list->array(path + ": starts")) starts += one.to_text() + ",\n  ";
     } catch (const Error& e) {
-        complain(format_text("%s; the records of earlier starts are lost", e.what()));
+        complain("%s; the records of earlier starts are lost", e.what());
     }
     return options.substr(0, options.rfind('}')) + ",\n \"starts\": [\n  " + starts + start + "\n ]}\n";
 }
@@ -92,11 +90,10 @@ void prepare_run_folder(const std::string& out, bool resuming, const std::string
         for (const std::string& name : folder_entries(out))
             if (is_run_file(name) && (!has_plain_name(name) || is_run_folder(out))) earlier.push_back(name);
     if (!earlier.empty() && !is_run_folder(out))
-        fail("--out %s holds %s, which no run of this program has written: choose another folder", out.c_str(),
-             earlier[0].c_str());
+        fail("--out %s holds %s, which no run of this program has written: choose another folder", out, earlier[0]);
     const std::string note = !earlier.empty() ? move_run_aside(out, earlier) : resuming ? ", resumed" : "";
-    std::printf("out:    %s%s\n", printable(out).c_str(), printable(note).c_str());
-    clean_leftovers(out, complain);
+    print("out:    %s%s\n", printable(out), printable(note));
+    clean_leftovers(out);
     if (options.empty()) return;
     const std::string path = out + "/run.json", before = file_exists(path) ? read_file(path) : "";
     replace_text_file(path, run_json_with_start(options, before, path, start));
@@ -104,16 +101,15 @@ void prepare_run_folder(const std::string& out, bool resuming, const std::string
 
 void remove_halt_file(const std::string& out) {
     if (std::remove((out + "/halt").c_str()) != 0 && errno != ENOENT)
-        complain(format_text("cannot remove %s/halt: %s; the next run will stop at once", out.c_str(),
-                             std::strerror(errno)));
+        complain("cannot remove %s/halt: %s; the next run will stop at once", out, std::strerror(errno));
 }
 
 void RunLog::write(FILE* file, const std::string& line, const Json* record) {
     const bool written = std::fprintf(file, "%s\n", line.c_str()) >= 0 && std::fflush(file) == 0;
     if (written && (!record || !events || add_event(*record))) return;
     if (!warned)
-        complain(format_text("cannot write the run's log: %s; lines are missing there from now on, stdout has them",
-                             std::strerror(errno)));
+        complain("cannot write the run's log: %s; lines are missing there from now on, stdout has them",
+                 std::strerror(errno));
     warned = true;
     std::clearerr(file);
 }

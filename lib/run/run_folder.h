@@ -20,7 +20,7 @@
 #include "../base/json.h"
 #include "../model/shape.h"
 #include "tensorboard.h"
-#include "../base/util.h"
+#include "../base/errors.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Whose folder it is.
@@ -83,7 +83,7 @@ struct RunLog {
              {std::make_tuple(&text, "/main.log", "s:"), std::make_tuple(&json, "/log.jsonl", "{\"step\":")}) {
             if (append && file_exists(folder + name)) drop_lines_after(folder + name, step, last_step);
             *file = std::fopen((folder + name).c_str(), append ? "a" : "w");
-            if (!*file) fail("cannot open %s%s: %s", folder.c_str(), name, std::strerror(errno));
+            if (!*file) fail("cannot open %s%s: %s", folder, name, std::strerror(errno));
         }
         if (tensorboard) events = std::make_unique<EventFile>(folder, last_step + 1);
     }

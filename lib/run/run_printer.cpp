@@ -3,54 +3,51 @@
 
 static void print_run_ranks(const TrainConfig& c, const Machine& machine, const Partition& p) {
     if (machine.world.size == 1) return;
-    std::printf("ranks:  gradients travel %s, in %s, %s of %.1f MB, %s%s\n", machine.path.text.c_str(),
-                c.grad_reduce.c_str(), counted(int64_t(p.buckets()), "bucket").c_str(), double(p.bucket) * 4e-6,
-                p.buckets() > 1 ? "each as soon as it is final" : "at the end of the backward pass",
-                c.zero ? "; optimiser state is shared out over the ranks" : "");
+    print("ranks:  gradients travel %s, in %s, %s of %.1f MB, %s%s\n", machine.path.text, c.grad_reduce,
+          counted(int64_t(p.buckets()), "bucket"), double(p.bucket) * 4e-6,
+          p.buckets() > 1 ? "each as soon as it is final" : "at the end of the backward pass",
+          c.zero ? "; optimiser state is shared out over the ranks" : "");
 }
 
 static void print_run_data(const TrainConfig& c, const TrainingData& data) {
-    std::printf("data:   %s%s: %s; vocabulary %s, %lld tokens\n",
-                c.data == "synthetic" ? "the built-in synthetic corpus" : printable(c.data).c_str(),
-                c.is_chosen("data") ? "" : ", because no --data was given", printable(data.train->describe()).c_str(),
-                c.tokenizer.c_str(), (long long)c.vocab_size);
+    print("data:   %s%s: %s; vocabulary %s, %d tokens\n",
+          c.data == "synthetic" ? "the built-in synthetic corpus" : printable(c.data),
+          c.is_chosen("data") ? "" : ", because no --data was given", printable(data.train->describe()), c.tokenizer,
+          c.vocab_size);
     if (c.data == "synthetic" && c.tokenizer == "gpt2")
-        std::printf(
+        print(
             "        its bytes are taken as the token ids 0..255: good for timing, not for learning GPT-2's tokens\n");
-    if (data.val.empty()) std::printf("        no validation: --val-data was not given\n");
-    else std::printf("valid.: %s\n", data.describe_val().c_str());
+    if (data.val.empty()) print("        no validation: --val-data was not given\n");
+    else print("valid.: %s\n", data.describe_val());
 }
 
 static void print_run_batch(const TrainConfig& c, int ranks, bool on_gpu) {
-    std::printf("batch:  %lld tokens a step = %s of %lld x %s x %s; %s, %s schedule\n", (long long)c.total_batch,
-                counted(c.batch, "sequence").c_str(), (long long)c.seq_len, counted(ranks, "rank").c_str(),
-                counted(c.total_batch / (c.batch * c.seq_len * ranks), "micro-step").c_str(),
-                counted(c.steps, "step").c_str(), c.schedule.c_str());
+    print("batch:  %d tokens a step = %s of %d x %s x %s; %s, %s schedule\n", c.total_batch,
+          counted(c.batch, "sequence"), c.seq_len, counted(ranks, "rank"),
+          counted(c.total_batch / (c.batch * c.seq_len * ranks), "micro-step"), counted(c.steps, "step"), c.schedule);
     if (!c.is_chosen("total-batch") && c.total_batch != preset_of(c).total_batch)
-        std::printf("        not the preset's %lld tokens a step, %s; --total-batch sets them\n",
-                    (long long)preset_of(c).total_batch,
-                    !on_gpu && is_too_large_for_cpu(c) ? "which would take long on a CPU"
-                                                       : "which ranks and --batch do not divide");
+        print("        not the preset's %d tokens a step, %s; --total-batch sets them\n", preset_of(c).total_batch,
+              !on_gpu && is_too_large_for_cpu(c) ? "which would take long on a CPU"
+                                                 : "which ranks and --batch do not divide");
 }
 
 void print_run(const TrainConfig& c, const Machine& machine, const TensorList& table, const Partition& partition,
                const TrainingData& data, const std::string& weights) {
     const World& world = machine.world;
     const Device& device = machine.device;
-    std::printf("device: %s, because %s; %s (%s), %d on %s, %s each\n", machine.engine.c_str(), device.reason.c_str(),
-                counted(world.size, "rank").c_str(), world.launcher.c_str(), world.local_size, world.host.c_str(),
-                counted(device.threads, "CPU thread").c_str());
-    if (!device.idle.empty()) std::printf("        %s\n", device.idle.c_str());
+    print("device: %s, because %s; %s (%s), %d on %s, %s each\n", machine.engine, device.reason,
+          counted(world.size, "rank"), world.launcher, world.local_size, world.host,
+          counted(device.threads, "CPU thread"));
+    if (!device.idle.empty()) print("        %s\n", device.idle);
     print_run_ranks(c, machine, partition);
-    std::printf("model:  %s, %lld parameters (%s, width %lld, %s attention), %s\n", c.model.c_str(),
-                (long long)table.parameters, counted(c.layers, "layer").c_str(), (long long)c.dim, c.attention.c_str(),
-                printable(weights).c_str());
+    print("model:  %s, %d parameters (%s, width %d, %s attention), %s\n", c.model, table.parameters,
+          counted(c.layers, "layer"), c.dim, c.attention, printable(weights));
     print_run_data(c, data);
     print_run_batch(c, world.size, device.gpu);
 }
 
 void print_selected(const std::string& kernels) {
-    if (!kernels.empty()) std::printf("        %s\n", kernels.c_str());
+    if (!kernels.empty()) print("        %s\n", kernels);
 }
 
 std::string bad_step_text(const StepResult& s, const std::vector<std::string>& finite, const std::string& tensor,
@@ -59,18 +56,18 @@ std::string bad_step_text(const StepResult& s, const std::vector<std::string>& f
     for (size_t r = 0; finite.size() > 1 && r < finite.size(); r++)
         if (finite[r].empty()) culprits += (culprits.empty() ? ", from rank " : ", ") + std::to_string(r);
     return format_text(
-        "step %lld: loss %g, gradient norm %g%s: not finite; first tensor: %s; the step changed no weight, its batch "
+        "step %d: loss %g, gradient norm %g%s: not finite; first tensor: %s; the step changed no weight, its batch "
         "is in %s",
-        (long long)s.step, s.loss, s.norm, culprits.c_str(), tensor.c_str(), file.c_str());
+        s.step, s.loss, s.norm, culprits, tensor, file);
 }
 
 std::string write_bad_step(const std::string& out, const StepResult& s, int rank, const std::string& tensor,
                            size_t seq_len) {
-    const std::string path = format_text("%s/bad_step_%08lld_rank%d.json", out.c_str(), (long long)s.step, rank);
+    const std::string path = format_text("%s/bad_step_%08d_rank%d.json", out, s.step, rank);
     std::string text = format_text(
-        "{\"step\": %lld, \"rank\": %d, \"loss\": \"%g\", \"loss_of_this_rank\": \"%g\", \"grad_norm\": \"%g\", "
+        "{\"step\": %d, \"rank\": %d, \"loss\": \"%g\", \"loss_of_this_rank\": \"%g\", \"grad_norm\": \"%g\", "
         "\"first_nonfinite_gradient\": %s, \"tokens\": [",
-        (long long)s.step, rank, s.loss, s.own_loss, s.norm, json_quote(tensor).c_str());
+        s.step, rank, s.loss, s.own_loss, s.norm, json_quote(tensor));
     for (size_t i = 0; i < s.tokens.size(); i++)
         text += (i % seq_len ? "," : i ? "],\n [" : "\n [") + std::to_string(s.tokens[i]);
     try {
@@ -148,7 +145,7 @@ double RunPrinter::lap() {
 
 void RunPrinter::print_step(const StepResult& s, double seconds, double peak_gpu_mib, bool last) {
     tokens = s.all_tokens;
-    log->add_line(format_text("s:%lld trl:%.6f lr:%.6e norm:%.4f", (long long)s.step, s.loss, s.lr, s.norm));
+    log->add_line(format_text("s:%d trl:%.6f lr:%.6e norm:%.4f", s.step, s.loss, s.lr, s.norm));
     log->add_record(step_record(s, seconds, peak_gpu_mib));
     unprinted_seconds += seconds, unprinted_steps++;
     const bool due = log_every ? s.step % log_every == 0 : seconds_now() >= last_printed + 1;
@@ -159,9 +156,8 @@ void RunPrinter::print_step(const StepResult& s, double seconds, double peak_gpu
     // time.
     const double mean = unprinted_seconds / double(unprinted_steps);
     unprinted_seconds = 0, unprinted_steps = 0;
-    std::printf("step %04lld | loss %.4f | lr %.2e | toks/s %.0f | grad_norm %.2f | %.0f ms | eta %s\n",
-                (long long)s.step, s.loss, s.lr, double(total_batch) / mean, s.norm, mean * 1e3,
-                duration_text(left).c_str());
+    print("step %04d | loss %.4f | lr %.2e | toks/s %.0f | grad_norm %.2f | %.0f ms | eta %s\n", s.step, s.loss, s.lr,
+          double(total_batch) / mean, s.norm, mean * 1e3, duration_text(left));
     std::fflush(stdout);
 }
 
@@ -169,7 +165,7 @@ void RunPrinter::print_validation(int64_t step, const std::string& set, bool dec
     if (decides) last_recall = r.answers ? r.answer_loss : -1;
     if (!log) return;
     const std::string of = decides ? "" : "/" + set;
-    std::string line = format_text("step %04lld | val loss %.4f", (long long)step, r.loss);
+    std::string line = format_text("step %04d | val loss %.4f", step, r.loss);
     if (!set.empty()) line += " (" + set + ")";
     Json record = begin_record(step);
     record.add({{"tokens", tokens}, {"val_loss" + of, {r.loss, "%.6f"}}, {"val_tokens" + of, r.tokens}});
@@ -182,15 +178,15 @@ void RunPrinter::print_validation(int64_t step, const std::string& set, bool dec
         line += format_text(" | recall loss %.4f (chance %.4f)", r.answer_loss, std::log(SYNTHETIC_ALPHABET));
         record.add("recall_loss" + of, {r.answer_loss, "%.6f"});
     }
-    std::printf("%s\n", line.c_str());
-    log->add_line(format_text("s:%lld tel%s:%.6f", (long long)step, of.c_str(), r.loss));
+    print("%s\n", line);
+    log->add_line(format_text("s:%d tel%s:%.6f", step, of, r.loss));
     log->add_record(record);
 }
 
 void RunPrinter::print_choices(int64_t step, const ChoiceResult& r) {
     if (!log) return;
-    std::printf("step %04lld | %s\n", (long long)step, describe_choices(r).c_str());
-    log->add_line(format_text("s:%lld eval:%.6f", (long long)step, r.accuracy_per_token()));
+    print("step %04d | %s\n", step, describe_choices(r));
+    log->add_line(format_text("s:%d eval:%.6f", step, r.accuracy_per_token()));
     log->add_record(begin_record(step).add(
         {{"hellaswag", {r.accuracy_per_token(), "%.6f"}}, {"hellaswag_plain", {r.accuracy(), "%.6f"}}}));
 }
@@ -198,11 +194,11 @@ void RunPrinter::print_choices(int64_t step, const ChoiceResult& r) {
 void RunPrinter::print_recall() const {
     const double chance = std::log(SYNTHETIC_ALPHABET);
     if (last_recall < 0) return;
-    std::printf("recall: %.2f for a letter of a name that was last seen beyond the window, guessing costs %.2f: %s\n",
-                last_recall, chance,
-                last_recall < 1              ? "the model looks such names up"
-                : last_recall < 0.9 * chance ? "the model has begun to look such names up"
-                                             : "the model does not look such names up, it guesses");
+    print("recall: %.2f for a letter of a name that was last seen beyond the window, guessing costs %.2f: %s\n",
+          last_recall, chance,
+          last_recall < 1              ? "the model looks such names up"
+          : last_recall < 0.9 * chance ? "the model has begun to look such names up"
+                                       : "the model does not look such names up, it guesses");
 }
 
 void RunPrinter::print_done(int64_t step, double peak_device_mib, const std::string& device) {
@@ -210,25 +206,23 @@ void RunPrinter::print_done(int64_t step, double peak_device_mib, const std::str
     std::sort(speed.begin(), speed.end());
     const double tokens_per_second = speed.empty() ? 0 : speed[speed.size() / 2],  // the median
         rate = flops_per_token * tokens_per_second / ranks;
-    std::printf(
-        "done:   %s in %s, %speak memory %s%.0f MiB%s\n", counted(step - first_step, "step").c_str(),
-        duration_text(seconds_now() - begun).c_str(),
-        speed.empty() ? "" : format_text("median %.0f tokens/s, ", tokens_per_second).c_str(),
-        peak_device_mib ? format_text("%.0f MiB on the %s, of the host ", peak_device_mib, device.c_str()).c_str() : "",
-        peak_memory_mib(), ranks > 1 ? " on rank 0" : "");
+    print("done:   %s in %s, %speak memory %s%.0f MiB%s\n", counted(step - first_step, "step"),
+          duration_text(seconds_now() - begun),
+          speed.empty() ? "" : format_text("median %.0f tokens/s, ", tokens_per_second),
+          peak_device_mib ? format_text("%.0f MiB on the %s, of the host ", peak_device_mib, device) : "",
+          peak_memory_mib(), ranks > 1 ? " on rank 0" : "");
     if (speed.empty()) return;
-    std::printf("        %.1f MFLOP a token by the model's own count: %.*f TFLOP/s%s%s\n", flops_per_token * 1e-6,
-                rate < 1e13 ? 3 : 1, rate * 1e-12, ranks > 1 ? " on each rank" : "",
-                peak_flops > 0
-                    ? format_text(", MFU %.1f %% of %.1f TFLOP/s", 100 * rate / peak_flops, peak_flops * 1e-12).c_str()
-                    : "");
+    print("        %.1f MFLOP a token by the model's own count: %s TFLOP/s%s%s\n", flops_per_token * 1e-6,
+          format_text(rate < 1e13 ? "%.3f" : "%.1f", rate * 1e-12), ranks > 1 ? " on each rank" : "",
+          peak_flops > 0 ? format_text(", MFU %.1f %% of %.1f TFLOP/s", 100 * rate / peak_flops, peak_flops * 1e-12)
+                         : "");
 }
 
 void RunPrinter::print_reductions(const ReduceTimes& times) {
     if (times.steps)
-        std::printf(
-            "ranks:  reductions %.1f ms a step, of which %.1f ms exposed: not hidden behind the backward pass\n",
-            times.total * 1e3 / double(times.steps), std::min(times.exposed, times.total) * 1e3 / double(times.steps));
+        print("ranks:  reductions %.1f ms a step, of which %.1f ms exposed: not hidden behind the backward pass\n",
+              times.total * 1e3 / double(times.steps),
+              std::min(times.exposed, times.total) * 1e3 / double(times.steps));
 }
 
 void RunPrinter::warn_of_rise(const TrainState& state) {
@@ -241,9 +235,9 @@ void RunPrinter::warn_of_rise(const TrainState& state) {
     // Training losses are each of another batch, so of these only a doubling counts, and near 0 not even that.
     if (last > (is_validated ? 1.02 * first : 2 * first + 0.1))
         complain(
-            format_text("the %s loss rose from %.4f to %.4f: the model is worse than where this run began; "
-                        "lower --lr, or look at the data",
-                        is_validated ? "validation" : "training", first, last));
+            "the %s loss rose from %.4f to %.4f: the model is worse than where this run began; "
+            "lower --lr, or look at the data",
+            is_validated ? "validation" : "training", first, last);
 }
 
 void RunPrinter::print_end(Stop stop, const TrainState& state, const TrainConfig& c, const CheckpointSaver& saver,
@@ -255,39 +249,33 @@ void RunPrinter::print_end(Stop stop, const TrainState& state, const TrainConfig
         fail(
             "the last checkpoint could not be written: %s; what was learnt since %s is lost; mend that and run "
             "again%s",
-            save_error.c_str(), last_saved.empty() ? "the start" : last_saved.c_str(),
-            last_saved.empty() ? "" : " with --resume");
+            save_error, last_saved.empty() ? "the start" : last_saved, last_saved.empty() ? "" : " with --resume");
     warn_of_rise(state);
     if (stop != GO_ON)  // such a run is to be resumed, and its exit status says so
-        return void(std::printf("stopped by %s after step %lld of %lld; %s\n",
-                                stop == HALTED        ? "the halt file"
-                                : stop == INTERRUPTED ? "SIGINT"
-                                                      : "SIGTERM, SIGUSR1, SIGHUP or SIGXCPU",
-                                (long long)state.step, (long long)steps,
-                                last_saved.empty() ? "nothing is saved yet, so the same command begins again"
-                                                   : "the same command with --resume goes on"));
+        return print("stopped by %s after step %d of %d; %s\n",
+                     stop == HALTED        ? "the halt file"
+                     : stop == INTERRUPTED ? "SIGINT"
+                                           : "SIGTERM, SIGUSR1, SIGHUP or SIGXCPU",
+                     state.step, steps,
+                     last_saved.empty() ? "nothing is saved yet, so the same command begins again"
+                                        : "the same command with --resume goes on");
     if (state.bad_steps)
         fail(
-            "the last %s not finite, so the weights are those of step %lld; lower --lr or look at the data: the "
+            "the last %s not finite, so the weights are those of step %d; lower --lr or look at the data: the "
             "batch is in %s/bad_step_*.json",
-            state.bad_steps == 1 ? "step is" : format_text("%lld steps are", (long long)state.bad_steps).c_str(),
-            (long long)state.last_update, c.out.c_str());
+            state.bad_steps == 1 ? "step is" : format_text("%d steps are", state.bad_steps), state.last_update, c.out);
     if (!std::isfinite(state.validation.loss))
         fail(
             "the last validation loss is not finite: the weights are no use any more; lower --lr, and --resume "
             "from an earlier checkpoint in %s",
-            c.out.c_str());
+            c.out);
     if (state.step == first_step)
-        std::printf("no step was to be done: --steps is %lld%s\n", (long long)steps,
-                    first_step ? format_text(", and step %lld is reached already; run.json stays as it was",
-                                             (long long)first_step)
-                                     .c_str()
-                               : "");
+        print("no step was to be done: --steps is %d%s\n", steps,
+              first_step ? format_text(", and step %d is reached already; run.json stays as it was", first_step) : "");
     if (!last_saved.empty())
-        std::printf("next:   %s sample --from %s%s --prompt \"...\"\n        %s report --from %s --html %s\n",
-                    shell_word(program_name).c_str(), shell_word(c.out).c_str(),
-                    has_vocabulary ? "" : " --vocab-dir DIR", shell_word(program_name).c_str(),
-                    shell_word(c.out).c_str(), shell_word(c.out + ".html").c_str());
+        print("next:   %s sample --from %s%s --prompt \"...\"\n        %s report --from %s --html %s\n",
+              shell_word(program_name), shell_word(c.out), has_vocabulary ? "" : " --vocab-dir DIR",
+              shell_word(program_name), shell_word(c.out), shell_word(c.out + ".html"));
 }
 
 Json RunPrinter::step_record(const StepResult& s, double seconds, double peak_gpu_mib) const {

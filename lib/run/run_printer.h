@@ -24,7 +24,7 @@
 #include "../base/system.h"
 #include "train_state.h"
 #include "training_data.h"
-#include "../base/util.h"
+#include "../base/clock.h"
 #include "world.h"
 
 // The most memory that this process has had on the host.

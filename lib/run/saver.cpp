@@ -6,8 +6,7 @@ static std::vector<FileRecord> gather_records(const World& world, const std::vec
                                               const std::string& error) {
     fail_together(world, error);
     std::string text;
-    for (const FileRecord& r : mine)
-        text += format_text("%s %llu %u\n", r.name.c_str(), (unsigned long long)r.size, r.crc32c);
+    for (const FileRecord& r : mine) text += format_text("%s %d %d\n", r.name, r.size, r.crc32c);
     std::string all;
     for (const std::string& t : world.gather(text)) all += t;
     std::vector<FileRecord> records;
@@ -27,10 +26,10 @@ std::vector<FileRecord> write_snapshot(const Snapshot& s, const std::string& fol
 }
 
 void CheckpointSaver::save(int64_t step) {
-    const std::string error = write(step, complain);
+    const std::string error = write(step, WARN);
     if (world.rank == 0 && !error.empty())
-        complain(format_text("checkpoint of step %lld failed: %s; training goes on, the last good one is %s",
-                             (long long)step, error.c_str(), last_saved.empty() ? "none" : last_saved.c_str()));
+        complain("checkpoint of step %d failed: %s; training goes on, the last good one is %s", step, error,
+                 last_saved.empty() ? "none" : last_saved);
 }
 
 void CheckpointSaver::save_last(int64_t step) {
@@ -73,7 +72,7 @@ void CheckpointSaver::commit(int64_t step, const std::vector<FileRecord>& record
     const std::string error = error_of(options.before_commit);
     if (!error.empty()) complain(error);
     commit_checkpoint(options.run, step, records, options.state());
-    if (remove_old) remove_old_checkpoints(options.run, options.keep, options.keep_every, complain);
+    if (remove_old) remove_old_checkpoints(options.run, options.keep, options.keep_every);
     last_saved = checkpoint_folder(options.run, step);
-    std::printf("saved %s\n", printable(last_saved).c_str());
+    print("saved %s\n", printable(last_saved));
 }

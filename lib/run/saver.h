@@ -10,7 +10,6 @@
 #include "checkpoint.h"
 #include "run_folder.h"
 #include "../base/safetensors.h"
-#include "../base/util.h"
 #include "world.h"
 
 // What one rank writes of a checkpoint. The views point into `buffers`, or straight into the model's arrays.

@@ -3,6 +3,7 @@
 #include <memory>
 #include <string>
 
+#include "../base/clock.h"
 #include "../base/host.h"
 #include "../model/flops.h"
 #include "config_files.h"
@@ -36,10 +37,10 @@ inline void require_shared_folder(const World& world, const std::string& out) {
     if (run_json() != written)
         error = format_text(
             "--out %s on %s is not the folder in which rank 0 on %s has written run.json: give one that all hosts see",
-            out.c_str(), world.host.c_str(), world.hosts[0].c_str());
+            out, world.host, world.hosts[0]);
     else if (access(out.c_str(), W_OK) != 0)
-        error = format_text("--out %s on %s: %s, and every rank writes its part of a checkpoint there", out.c_str(),
-                            world.host.c_str(), std::strerror(errno));
+        error = format_text("--out %s on %s: %s, and every rank writes its part of a checkpoint there", out, world.host,
+                            std::strerror(errno));
     fail_together(world, error);
 }
 
@@ -64,8 +65,7 @@ inline std::unique_ptr<SafeTensors> open_initial_weights(const Config& c, const 
     if (world.size > 1) require_same(world, "weights: " + weights_digest(checkpoint), "give all ranks the same ones");
     auto weights = open_weights(checkpoint.folder, specs);
     if (world.rank == 0)
-        std::printf("weights: those of %s; moments, data and schedule begin anew\n",
-                    printable(checkpoint.folder).c_str());
+        print("weights: those of %s; moments, data and schedule begin anew\n", printable(checkpoint.folder));
     return weights;
 }
 
@@ -95,8 +95,8 @@ inline RunStart open_run(const Config& c, const Machine& machine, const TensorLi
         const Json* const validated = chosen.state.find("validation");
         if (says && validated && !data.val.empty() &&
             validated->string("data", chosen.path)
-                .compare(0, 16, format_text("%016llx", (unsigned long long)data.val[0].loader->state().corpus)))
-            std::printf("resume: validation is on other data than the checkpoint's: losses cannot be compared\n");
+                .compare(0, 16, format_text("%016x", data.val[0].loader->state().corpus)))
+            print("resume: validation is on other data than the checkpoint's: losses cannot be compared\n");
     } else if (!c.init_from.empty()) {
         start.weights = open_initial_weights(c, table.specs, world);
     }
@@ -105,7 +105,7 @@ inline RunStart open_run(const Config& c, const Machine& machine, const TensorLi
     if (says && writes) prepare_run_folder(c.out, resumes, has_steps ? manifest_json(c) : "", record);
     world.barrier();
     if (writes) require_shared_folder(world, c.out);
-    const std::string heartbeat = format_text("%s/heartbeat_rank%d.jsonl", c.out.c_str(), world.rank);
+    const std::string heartbeat = format_text("%s/heartbeat_rank%d.jsonl", c.out, world.rank);
     if (writes) world.watchdog.write_heartbeats(heartbeat, world.rank);
     return start;
 }

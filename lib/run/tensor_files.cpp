@@ -7,8 +7,8 @@ void require_finite(const SafeTensors& file) {
         const size_t n = size_t(t.bytes / sizeof *values);
         const float* const bad = std::find_if(values, values + n, [](float x) { return !std::isfinite(x); });
         if (t.dtype == "F32" && bad != values + n)
-            fail("%s: number %zu of %s is %g: the weights are no use; take an earlier checkpoint", file.path.c_str(),
-                 size_t(bad - values), t.name.c_str(), double(*bad));
+            fail("%s: number %d of %s is %g: the weights are no use; take an earlier checkpoint", file.path,
+                 size_t(bad - values), t.name, double(*bad));
     }
 }
 
@@ -39,12 +39,12 @@ void write_state_dump(const std::string& path, StateDump d, const std::string& c
         selections.push_back(unpack_masks(masks, size_t(d.shape.selection_words()), size_t(blocks)));
     for (size_t i = 0; i < selections.size(); i++)
         if (!selections[i].empty())
-            d.tensors.push_back({format_text("layers.%zu.selection", i),
+            d.tensors.push_back({format_text("layers.%d.selection", i),
                                  "U8",
                                  {B, d.shape.G, T, blocks},
                                  selections[i].data(),
                                  selections[i].size()});
     write_safetensors(path, {{"config", config}, {"options", command}, {"precision", d.precision}}, d.tensors);
-    std::printf("state:  loss %.6f, written to %s; compare it with: python3 dev/reference.py compare %s\n",
-                double(d.loss), printable(path).c_str(), shell_word(path).c_str());
+    print("state:  loss %.6f, written to %s; compare it with: python3 dev/reference.py compare %s\n", double(d.loss),
+          printable(path), shell_word(path));
 }

@@ -11,7 +11,6 @@
 #include "../base/safetensors.h"
 #include "../model/shape.h"
 #include "../model/tensors.h"
-#include "../base/util.h"
 
 // The tensors in the first chunk whose sum of squares is not finite, for messages. chunk: elements of a chunk; squares:
 // one sum for each.

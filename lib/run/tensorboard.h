@@ -9,7 +9,8 @@
 #include <unistd.h>
 
 #include "../base/files.h"
-#include "../base/util.h"
+#include "../base/errors.h"
+#include "../base/clock.h"
 
 // The few pieces of protobuf's wire format that an Event needs. Little endian, as this machine is.
 namespace protobuf {
@@ -53,10 +54,9 @@ class EventFile {
         char host[256] = "host";
         gethostname(host, sizeof host - 1);
         const double now = unix_time();
-        const std::string path =
-            format_text("%s/events.out.tfevents.%010.0f.%s.%d", folder.c_str(), now, host, int(getpid()));
+        const std::string path = format_text("%s/events.out.tfevents.%010.0f.%s.%d", folder, now, host, int(getpid()));
         file = std::fopen(path.c_str(), "wxe");
-        if (!file) fail("cannot create %s: %s", path.c_str(), std::strerror(errno));
+        if (!file) fail("cannot create %s: %s", path, std::strerror(errno));
         const std::string start = protobuf::integer(1, 1);
         write(protobuf::real(1, now) + protobuf::bytes(3, "brain.Event:2"));
         write(protobuf::real(1, now) + protobuf::integer(2, uint64_t(first_step)) + protobuf::bytes(7, start));

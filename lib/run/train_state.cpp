@@ -3,12 +3,10 @@
 
 std::string state_json(const TrainState& s, const std::string& options, int ranks,
                        const std::vector<std::string>& shards) {
-    std::string text =
-        format_text("{\"tokens\": %llu, \"last_update\": %lld, \"bad_steps\": %lld, \"ranks\": %d",
-                    (unsigned long long)s.tokens, (long long)s.last_update, (long long)s.bad_steps, ranks);
+    std::string text = format_text("{\"tokens\": %d, \"last_update\": %d, \"bad_steps\": %d, \"ranks\": %d", s.tokens,
+                                   s.last_update, s.bad_steps, ranks);
     text += ",\n \"loader\": [";
-    for (size_t i = 0; i < s.loader.size(); i++)
-        text += format_text("%s\"%llu\"", i ? ", " : "", (unsigned long long)s.loader[i]);
+    for (size_t i = 0; i < s.loader.size(); i++) text += format_text("%s\"%d\"", i ? ", " : "", s.loader[i]);
     text += "],\n \"shards\": [";
     for (size_t i = 0; i < shards.size(); i++) text += (i ? ",\n  " : "") + json_quote(shards[i], true);
     text += "],\n \"losses\": " + Json::numbers(s.losses.values, "%.17g").to_text() +
@@ -29,7 +27,7 @@ static uint64_t read_loader_integer(const std::string& text, const std::string& 
     errno = 0;
     const uint64_t value = std::strtoull(text.c_str(), &end, 10);
     if (text.empty() || text[0] < '0' || text[0] > '9' || *end || errno)
-        fail("%s: loader[%zu] is %s, expected an integer", path.c_str(), i, json_quote(text).c_str());
+        fail("%s: loader[%d] is %s, expected an integer", path, i, json_quote(text));
     return value;
 }
 
@@ -38,21 +36,20 @@ static void read_window(OutlierWindow& window, const Checkpoint& checkpoint, con
     for (const Json& value : checkpoint.state.array(name, path))
         window.values.push_back(value.number(path + ": " + name));
     if (window.values.size() > OutlierWindow::SIZE)
-        fail("%s: %s has %zu values, expected at most %zu", path.c_str(), name, window.values.size(),
-             OutlierWindow::SIZE);
+        fail("%s: %s has %d values, expected at most %d", path, name, window.values.size(), OutlierWindow::SIZE);
 }
 
 TrainState read_state(const Checkpoint& checkpoint) {
     const std::string& path = checkpoint.path;
     if (checkpoint.state.find("imported"))
-        fail("%s: import wrote weights alone, no state to resume: begin a run with them by --init-from", path.c_str());
+        fail("%s: import wrote weights alone, no state to resume: begin a run with them by --init-from", path);
     TrainState state;
     state.step = checkpoint.step;
     state.last_update = checkpoint.state.integer("last_update", path);
     state.bad_steps = checkpoint.state.integer("bad_steps", path);
     const std::vector<Json>& loader = checkpoint.state.array("loader", path);
     if (loader.size() != state.loader.size())
-        fail("%s: loader has %zu integers, expected %zu", path.c_str(), loader.size(), state.loader.size());
+        fail("%s: loader has %d integers, expected %d", path, loader.size(), state.loader.size());
     for (size_t i = 0; i < loader.size(); i++)
         state.loader[i] = read_loader_integer(loader[i].string(path + ": loader"), path, i);
     state.tokens = uint64_t(checkpoint.state.integer("tokens", path));

@@ -10,7 +10,6 @@
 
 #include "checkpoint.h"
 #include "../base/json.h"
-#include "../base/util.h"
 
 // The last 128 values of something that should move slowly. Its z-score says how many standard deviations a value lies
 // above their mean; llm.c reports the same.

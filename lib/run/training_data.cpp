@@ -60,9 +60,9 @@ static ChoiceTask open_choices(const TrainConfig& c, const World& world, const T
     if (world.rank == 0) warn_of_end_of_text({read_file(c.hellaswag)}, "--hellaswag " + c.hellaswag);
     if (task.cut && world.rank == 0)
         complain(
-            format_text("--hellaswag %s: %zu of %zu rows are longer than --seq-len %lld and lost their beginning, %zu "
-                        "of them down into the ending that is scored",
-                        c.hellaswag.c_str(), task.cut, task.rows.size(), (long long)c.seq_len, task.cut_endings));
+            "--hellaswag %s: %d of %d rows are longer than --seq-len %d and lost their beginning, %d "
+            "of them down into the ending that is scored",
+            c.hellaswag, task.cut, task.rows.size(), c.seq_len, task.cut_endings);
     return task;
 }
 
@@ -81,11 +81,11 @@ void resume_data(DataLoader& loader, const TrainConfig& c, const TrainState& sta
     loader.restore_other_corpus(saved);
     const std::string changes = changed_shards(state.shards, loader.files());
     if (says)
-        std::printf("resume: new data: %s; all of it in a new order from now on, after %llu samples of the old one\n",
-                    state.shards.empty() ? "the checkpoint names no shards of its own"
-                    : changes.empty()    ? "the same files with other contents or weights"
-                                         : printable(changes).c_str(),
-                    (unsigned long long)saved.next_sample);
+        print("resume: new data: %s; all of it in a new order from now on, after %d samples of the old one\n",
+              state.shards.empty() ? "the checkpoint names no shards of its own"
+              : changes.empty()    ? "the same files with other contents or weights"
+                                   : printable(changes),
+              saved.next_sample);
 }
 
 // --text: the documents of a file, each after an end-of-text. says: on the rank that prints.
@@ -100,7 +100,7 @@ static TokenSource text_source(const std::string& file, const Tokenizer& tokeniz
         tokens.push_back(tokenizer.end_of_text);
         encoder.append(document, tokens);
     }
-    if (tokens.size() < 2) fail("--text %s holds no text", file.c_str());
+    if (tokens.size() < 2) fail("--text %s holds no text", file);
     return memory_source(file, std::move(tokens), {}, tokenizer.vocab_size());
 }
 
@@ -121,7 +121,7 @@ EvaluationData open_evaluation_data(const Config& c, const Checkpoint& checkpoin
         return synthetic_validation(uint64_t(trained.seed), wanted, c.seq_len);
     });
     for (const std::string& file : c.text) {
-        if (!tokenizer) fail_usage("--text %s: --vocab-dir is missing, which has GPT-2's tokens", file.c_str());
+        if (!tokenizer) fail_usage("--text %s: --vocab-dir is missing, which has GPT-2's tokens", file);
         if (file == "-" && world.size > 1)
             fail_usage("--text -: of several ranks only the first has stdin: give a file");
         options.name = "--text " + file;

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "../base/random.h"
 #include "../../dataloader.h"
 #include "../../tokenizer.h"
 #include "../base/profile.h"

@@ -27,16 +27,13 @@ void Watchdog::judge(double idle) {
     const double own_limit = p && !std::strcmp(p, "checkpoint") ? 10 * limit : limit;
     if ((!p && !waiting) || idle <= own_limit + (waiting ? patience_with_others : 0)) return;
     const long long at = step;
-    std::string where = !p ? "at the start" : (at < 0 ? "" : format_text("at step %lld ", at)) + "in '" + p + "'";
+    std::string where = !p ? "at the start" : (at < 0 ? "" : format_text("at step %d ", at)) + "in '" + p + "'";
     where += format_text(" (--stall-timeout %g)", limit);
-    if (!waiting)
-        print_and_end(format_text("%s has made no progress for %.1f s %s", name.c_str(), idle, where.c_str()), true);
+    if (!waiting) print_and_end(format_text("%s has made no progress for %.1f s %s", name, idle, where), true);
     const std::string behind = heartbeat ? heartbeat->ranks_behind(ranks, step) : "";
     const std::string why = behind.empty() ? "they do not do the same, are stopped, or the network lost something"
                                            : behind + " not come as far, by the heartbeats; look there";
-    print_and_end(
-        format_text("%s has waited %.1f s for the other ranks %s: %s", name.c_str(), idle, where.c_str(), why.c_str()),
-        false);
+    print_and_end(format_text("%s has waited %.1f s for the other ranks %s: %s", name, idle, where, why), false);
 }
 
 void Watchdog::watch() {

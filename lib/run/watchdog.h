@@ -19,9 +19,9 @@
 
 #include <unistd.h>
 
+#include "../base/clock.h"
 #include "../base/files.h"
 #include "heartbeat.h"
-#include "../base/util.h"
 
 class Watchdog {
     static constexpr double LOOK_EVERY = 0.2, BEAT_WHEN_WAITING = 1;  // seconds

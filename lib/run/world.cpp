@@ -31,7 +31,7 @@ std::unique_ptr<Transport> World::connect(const Launch& launch, double start_tim
     refuse_launch(format_text(
         "%s makes this process one of %d ranks, but this build has no NCCL, the only way to sum the gradients of "
         "ranks that were started this way: start them with mpirun -np %d ./train_nsa ...",
-        launch.launcher.c_str(), launch.size, launch.size));
+        launch.launcher, launch.size, launch.size));
 }
 
 void World::compute_on(const std::string& what) {
@@ -41,7 +41,7 @@ void World::compute_on(const std::string& what) {
 
 std::string World::name() const {
     if (size == 1) return "this process";
-    return format_text("rank %d on %s%s%s", rank, host.c_str(), device.empty() ? "" : ", ", device.c_str());
+    return format_text("rank %d on %s%s%s", rank, host, device.empty() ? "" : ", ", device);
 }
 
 double World::sum(double x) const {
@@ -116,7 +116,7 @@ void fail_together(const World& world, const std::string& error) {
     if (world.size == 1) return;
     const std::vector<std::string> errors = world.gather(error);
     for (size_t r = 0; r < errors.size(); r++)
-        if (!errors[r].empty()) throw SharedError(format_text("rank %zu: %s", r, errors[r].c_str()));
+        if (!errors[r].empty()) throw SharedError(format_text("rank %d: %s", r, errors[r]));
 }
 
 void require_same(const World& world, const std::string& text, const std::string& hint) {
@@ -141,8 +141,8 @@ void require_same(const World& world, const std::string& text, const std::string
             if (ranks_with[line] > ranks_with[expected]) expected = line;
         size_t odd = 0;
         while (lines_now[odd] == expected) odd++;
-        throw SharedError(format_text("rank %zu on %s has '%s', expected '%s' as on %d of %d ranks; %s", odd,
-                                      world.hosts[odd].c_str(), lines_now[odd].c_str(), expected.c_str(),
-                                      ranks_with[expected], world.size, hint.c_str()));
+        throw SharedError(format_text("rank %d on %s has '%s', expected '%s' as on %d of %d ranks; %s", odd,
+                                      world.hosts[odd], lines_now[odd], expected, ranks_with[expected], world.size,
+                                      hint));
     }
 }

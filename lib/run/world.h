@@ -84,7 +84,7 @@ struct World {
             limit = std::make_unique<TimeLimit>(
                 seconds, format_text("rank %d on %s has waited %.0f s for the other ranks to start: has one ended or "
                                      "stopped, or does its host lack the program or a library?",
-                                     rank_in_environment(), host.c_str(), seconds));
+                                     rank_in_environment(), host, seconds));
             transport = connect(launch, start_timeout, by_nccl);
             rank = transport->rank;
             size = transport->size;

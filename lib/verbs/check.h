@@ -16,11 +16,9 @@
 
 inline const char* tick(bool there) { return there ? "\u2713" : "\u2717"; }
 
-__attribute__((format(printf, 2, 3))) inline void print_check(bool good, const char* format, ...) {
-    va_list args;
-    va_start(args, format);
-    std::printf("%s %s\n", tick(good), printable(format_list(format, args)).c_str());
-    va_end(args);
+template <class... Values>
+void print_check(bool good, const char* format, const Values&... values) {
+    print("%s %s\n", tick(good), printable(format_text(format, values...)));
 }
 
 // A small model in fp64 and its gradient under --recompute; the tests take it too.
@@ -84,14 +82,14 @@ template <class Dev>
 void print_needs(const std::string& preset, Dev& dev) {
     Config c = options_of("--model " + preset);
     c.batch = Dev::on_host && is_too_large_for_cpu(c) ? 1 : preset_of(c).batch;
-    std::printf("  --model %s --batch %lld takes\n", preset.c_str(), (long long)c.batch);
+    print("  --model %s --batch %d takes\n", preset, c.batch);
     print_memory(Model<Dev>::flat_bytes(c, 1) / (1 << 20),
                  Activations<Dev>(dev, c, c.batch, c.seq_len, TRAINING, 0, true).arena, true);
     const TensorTable table(c);
     const double flops = model_flops_per_token(table.specs, shape_of(c, 1, c.seq_len), c.layers),
                  tokens = double(c.steps) * double(c.total_batch);
-    std::printf("FLOPs:  %.4g a token, %lld parameters; %.3g for the preset's %.3g tokens\n", flops,
-                (long long)table.parameters, flops * tokens, tokens);
+    print("FLOPs:  %.4g a token, %d parameters; %.3g for the preset's %.3g tokens\n", flops, table.parameters,
+          flops * tokens, tokens);
 }
 
 // How the engine computes what takes most of a step of that preset: its linear layers, where there are several ways.
@@ -128,13 +126,11 @@ inline void print_machine(const Machine& machine) {
     print_check(!mpi.empty(), "MPI          %s",
                 mpi.empty() ? "not in this build: one process only; make deps && make train_nsa" : mpi.c_str());
     if (engine.collective.empty() && !engine.format.empty())
-        std::printf("  gradients    of several devices travel through the host, because %s\n",
-                    engine.no_collective.c_str());
+        print("  gradients    of several devices travel through the host, because %s\n", engine.no_collective);
     if (!engine.attention_kernels.empty())
-        std::printf("  attention    --attention-kernel auto, %s\n",
-                    joined_words(engine.attention_kernels, ", ").c_str());
-    for (const auto& [name, version] : machine.libraries) std::printf("  %-12s %s\n", name, version.c_str());
-    std::printf("  memory       %.0f MiB available\n", host_bytes_available() / (1 << 20));
+        print("  attention    --attention-kernel auto, %s\n", joined_words(engine.attention_kernels, ", "));
+    for (const auto& [name, version] : machine.libraries) print("  %-12s %s\n", name, version);
+    print("  memory       %.0f MiB available\n", host_bytes_available() / (1 << 20));
 }
 
 inline int run_check(const Config& c, World& world) {

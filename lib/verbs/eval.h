@@ -36,11 +36,10 @@ inline void run_eval(Config c, World& world) {
         const auto stop_watching = [&] { model.note_phase(nullptr); };  // whoever reads the terminal may take long
         using EvalActivations = Activations<std::decay_t<decltype(dev)>>;
         dev.check_shape(shape_of(c, c.batch, c.seq_len));
-        require_memory_for(
-            EvalActivations::bytes_needed(dev, c, c.batch, c.seq_len, INFERENCE),
-            dev.available_bytes(world.device_sharers),
-            format_text("eval: --batch %lld with sequences of %lld", (long long)c.batch, (long long)c.seq_len),
-            c.batch > 1 ? "choose a smaller --batch" : "choose a smaller --seq-len");
+        require_memory_for(EvalActivations::bytes_needed(dev, c, c.batch, c.seq_len, INFERENCE),
+                           dev.available_bytes(world.device_sharers),
+                           format_text("eval: --batch %d with sequences of %d", c.batch, c.seq_len),
+                           c.batch > 1 ? "choose a smaller --batch" : "choose a smaller --seq-len");
         std::string json;
         for (const auto& set : data.sets) {
             EvalActivations a(dev, c, c.batch, c.seq_len, INFERENCE);

@@ -117,14 +117,13 @@ inline std::vector<TensorView> find_tensors(const TensorList& table, const SafeT
     for (const TensorView& t : file.tensors)
         if (t.dtype != "F32")
             fail("%s: tensor %s has dtype %s, expected F32: save the model with model.float().save_pretrained(...)",
-                 file.path.c_str(), t.name.c_str(), t.dtype.c_str());
+                 file.path, t.name, t.dtype);
     for (const TensorSpec& spec : table.specs) {
         tensors.push_back(file.get(spec.name, "F32", spec.shape()));
         names.insert(spec.name);
     }
     for (const TensorView& t : file.tensors)
-        if (!names.count(t.name))
-            fail("%s: tensor %s is none of this model's", file.path.c_str(), json_quote(t.name).c_str());
+        if (!names.count(t.name)) fail("%s: tensor %s is none of this model's", file.path, json_quote(t.name));
     return tensors;
 }
 
@@ -138,7 +137,7 @@ inline void require_known_to_pytorch(const TensorList& table) {
             fail(
                 "export: lib/report/hf/modeling_nsa.py does not know the tensor %s and would compute without it: add "
                 "it there, to its TENSORS too",
-                spec.name.c_str());
+                spec.name);
     }
 }
 
@@ -168,30 +167,29 @@ inline void export_checkpoint(Config c) {
         for (const std::string& name : folder_entries(to)) remove_tree(to + "/" + name);
         throw;
     }
-    std::printf("export: %s, %lld parameters, to %s\n", printable(model.checkpoint.folder).c_str(),
-                (long long)table.parameters, printable(to).c_str());
-    std::printf("load it with: AutoModelForCausalLM.from_pretrained(%s, trust_remote_code=True)\n",
-                printable(json_quote(to, true)).c_str());
+    print("export: %s, %d parameters, to %s\n", printable(model.checkpoint.folder), table.parameters, printable(to));
+    print("load it with: AutoModelForCausalLM.from_pretrained(%s, trust_remote_code=True)\n",
+          printable(json_quote(to, true)));
 }
 
 // tokens: rows of the embedding.
 inline void require_embedding_of(const std::string& path, int64_t tokens, int64_t vocabulary) {
     if (tokens == vocabulary) return;
     fail(
-        "%s: the embedding was resized to %lld tokens, and the vocabulary has %lld: added tokens cannot be imported; "
-        "model.resize_token_embeddings(%lld) takes them back",
-        path.c_str(), (long long)tokens, (long long)vocabulary, (long long)vocabulary);
+        "%s: the embedding was resized to %d tokens, and the vocabulary has %d: added tokens cannot be imported; "
+        "model.resize_token_embeddings(%d) takes them back",
+        path, tokens, vocabulary, vocabulary);
 }
 
 // The config.json of an export, or of what transformers saved again, in c.
 inline void read_hf_config(Config& c, const std::string& folder) {
     const std::string path = folder + "/config.json";
-    if (!file_exists(path)) fail("--from %s holds no config.json: it is no folder that export wrote", folder.c_str());
+    if (!file_exists(path)) fail("--from %s holds no config.json: it is no folder that export wrote", folder);
     const Json root = parse_json(read_file(path), path);
     const Json* type = root.find("model_type");
     if (!type || type->kind != Json::String || type->text != "nsa" || !root.find("architecture"))
-        fail("%s: model_type is %s, expected \"nsa\": it is no folder that export wrote", path.c_str(),
-             type && type->kind == Json::String ? json_quote(type->text).c_str() : "missing");
+        fail("%s: model_type is %s, expected \"nsa\": it is no folder that export wrote", path,
+             type && type->kind == Json::String ? json_quote(type->text) : "missing");
     const Json* const words = root.find("tokenizer");
     if (words && words->text == "bytes")
         require_embedding_of(path, root.get("vocab_size", path).whole_number(path + ": vocab_size"), 256);
@@ -204,7 +202,7 @@ inline std::unique_ptr<Tokenizer> read_hf_vocabulary(const Config& c, const std:
     auto found = std::make_unique<Tokenizer>(Tokenizer::gpt2(folder));
     if (c.vocab_digest && c.vocab_digest != found->digest())
         fail("%s holds other tokens (digest %08x) than the model's vocabulary (%08x): put back the one of the export",
-             found->source.c_str(), found->digest(), c.vocab_digest);
+             found->source, found->digest(), c.vocab_digest);
     require_embedding_of(folder + "/config.json", c.vocab_size, found->vocab_size());
     return found;
 }
@@ -221,7 +219,7 @@ inline void import_checkpoint(Config c) {
         fail(
             "%s/model.safetensors is missing: write it, and in one piece, by model.save_pretrained(DIR, "
             "safe_serialization=True, max_shard_size=\"1TB\")",
-            from.c_str());
+            from);
     const SafeTensors file(from + "/model.safetensors");
     const TensorTable table(c);
     const std::vector<TensorView> tensors = find_tensors(table, file);
@@ -236,15 +234,13 @@ inline void import_checkpoint(Config c) {
         records.push_back(write_text_file(writing + "/config.json", config_json(c)));
         commit_checkpoint(to, 0, records, "{\"imported\": true, \"options\": " + manifest_json(c) + "}");
     } catch (const Error&) {
-        abandon_checkpoint(to, 0, complain);
+        abandon_checkpoint(to, 0);
         remove_tree(vocabulary);
         throw;
     }
-    std::printf("import: %s, %lld parameters, to %s\n", printable(from).c_str(), (long long)table.parameters,
-                printable(to).c_str());
+    print("import: %s, %d parameters, to %s\n", printable(from), table.parameters, printable(to));
     const bool knows_tokens = tokenizer || c.tokenizer == "bytes";
-    std::printf("next:   %s sample --from %s%s --prompt \"...\"\n", shell_word(program_name).c_str(),
-                shell_word(to).c_str(), knows_tokens ? "" : " --vocab-dir DIR");
-    std::printf("--init-from %s begins a run with these weights, on the shards that --data names\n",
-                shell_word(to).c_str());
+    print("next:   %s sample --from %s%s --prompt \"...\"\n", shell_word(program_name), shell_word(to),
+          knows_tokens ? "" : " --vocab-dir DIR");
+    print("--init-from %s begins a run with these weights, on the shards that --data names\n", shell_word(to));
 }

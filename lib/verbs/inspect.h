@@ -56,16 +56,16 @@ class Inspection {
 
     Inspection(const Config& c, const std::string& folder, const Tokenizer& tokenizer) {
         if (!has_layers(c, NSA_LAYER))
-            fail("inspect: %s has --attention %s, which selects nothing", folder.c_str(), c.attention.c_str());
+            fail("inspect: %s has --attention %s, which selects nothing", folder, c.attention);
         if (c.html.empty() && c.json.empty()) fail_usage("inspect: give --html FILE, --json FILE, or both");
         require_output_file("html", c.html, PAGE_BEGINNING);
         require_output_file("json", c.json, INSPECTED_BEGINNING);
         if (c.text.size() != 1) fail_usage("inspect: --text is missing: one file of text, or - for stdin");
         const std::string& file = c.text[0];
         const std::vector<std::string> texts = read_documents(file, "inspect --text").texts;
-        if (texts.size() != 1) fail("--text %s: inspect shows one document, not %zu", file.c_str(), texts.size());
+        if (texts.size() != 1) fail("--text %s: inspect shows one document, not %d", file, texts.size());
         const std::string& text = texts[0];
-        if (text.empty()) fail("--text %s holds no text", file.c_str());
+        if (text.empty()) fail("--text %s holds no text", file);
         warn_of_end_of_text(texts, "--text " + file);
         take_tokens(tokenizer.encode(text), file);
         std::vector<std::string> bytes = {""};
@@ -73,9 +73,9 @@ class Inspection {
         tokens[0] = tokenizer.end_of_text;
         if (int64_t(tokens.size()) > c.seq_len)
             complain(
-                format_text("a text of %zu tokens, and the model was trained on %lld at a time: what it selects "
-                            "beyond that length it has not learnt",
-                            tokens.size() - 1, (long long)c.seq_len));
+                "a text of %d tokens, and the model was trained on %d at a time: what it selects "
+                "beyond that length it has not learnt",
+                tokens.size() - 1, c.seq_len);
         json = INSPECTED_BEGINNING;
         json += "\"checkpoint\": " + json_quote(folder, true) + ", \"text\": " + json_quote(file, true) +
                 ",\n\"shape\": " +
@@ -106,7 +106,7 @@ class Inspection {
         dev.copy(lse.data(), (const typename Dev::Stat*)y.lse, rows);
         dev.copy(gate.data(), (const typename Dev::Stat*)y.gate, gate.size());
         dev.copy(selection.data(), (const uint32_t*)y.selection, selection.size());
-        json += format_text("%s\n{\"layer\": %zu, \"groups\": [", layers++ ? "," : "", i);
+        json += format_text("%s\n{\"layer\": %d, \"groups\": [", layers++ ? "," : "", i);
         for (int g = 0; g < s.G; g++) {
             std::vector<std::string> blocks(size_t(s.T)), importances(blocks), totals(blocks), gates(blocks);
 #pragma omp parallel for schedule(dynamic, 16)
@@ -149,12 +149,12 @@ class Inspection {
         json += "]}\n";
         if (!json_path.empty()) {
             write_output_file("json", json_path, json, INSPECTED_BEGINNING);
-            std::printf("inspect: %s\n", printable(json_path).c_str());
+            print("inspect: %s\n", printable(json_path));
         }
         if (html_path.empty()) return;
         const std::string page(file_inspect_page, file_inspect_page_end);
         write_output_file("html", html_path, fill_page(page, json), PAGE_BEGINNING);
-        std::printf("inspect: %s\n", printable(html_path).c_str());
+        print("inspect: %s\n", printable(html_path));
     }
 
   private:
@@ -167,8 +167,8 @@ class Inspection {
         tokens = {0};
         tokens.insert(tokens.end(), text.begin(), text.begin() + std::ptrdiff_t(shown));
         if (shown < text.size())
-            std::printf("inspect: the first %zu of the %zu tokens in %s; a page shows no more: cut the text\n", shown,
-                        text.size(), printable(file).c_str());
+            print("inspect: the first %d of the %d tokens in %s; a page shows no more: cut the text\n", shown,
+                  text.size(), printable(file));
     }
 
     template <class List, class Text>

@@ -72,15 +72,13 @@ inline MomentPiece moment_piece(const TensorView& view, const std::vector<Tensor
     if (bracket == std::string::npos ||
         std::sscanf(view.name.c_str() + bracket, "[%zu:%zu]%n", &first, &last, &length) != 2 ||
         view.name.size() != bracket + size_t(length) || view.dtype != "F32")
-        fail("%s: tensor %s: expected F32 and a name like m.norm.weight[0:128]", path.c_str(),
-             json_quote(view.name).c_str());
+        fail("%s: tensor %s: expected F32 and a name like m.norm.weight[0:128]", path, json_quote(view.name));
     const std::string prefix = view.name.substr(0, 2), name = bracket < 2 ? "" : view.name.substr(2, bracket - 2);
     const auto t = std::find_if(specs.begin(), specs.end(), [&](const auto& spec) { return spec.name == name; });
     if ((prefix != "m." && prefix != "v.") || t == specs.end() || (prefix == "v." && t->orthogonal))
-        fail("%s: tensor %s belongs to no tensor of this model", path.c_str(), json_quote(view.name).c_str());
+        fail("%s: tensor %s belongs to no tensor of this model", path, json_quote(view.name));
     if (first >= last || last > t->size || view.elements() != int64_t(last - first))
-        fail("%s: tensor %s has %lld elements, the whole one %zu", path.c_str(), view.name.c_str(),
-             (long long)view.elements(), t->size);
+        fail("%s: tensor %s has %d elements, the whole one %d", path, view.name, view.elements(), t->size);
     return {prefix[0], t->offset + first, last - first, static_cast<const float*>(view.data)};
 }
 
@@ -94,8 +92,7 @@ void add_moments(std::vector<TensorView>& views, const Model<Dev>& model, char m
             const auto [first, last] = overlap(t, t.size, p);
             if (first >= last || (moment == 'v' && t.orthogonal)) continue;
             const size_t at = (moment == 'm' ? p.local : p.second) + (first - p.begin);
-            const std::string name =
-                format_text("%c.%s[%zu:%zu]", moment, t.name.c_str(), first - t.offset, last - t.offset);
+            const std::string name = format_text("%s.%s[%d:%d]", moment, t.name, first - t.offset, last - t.offset);
             views.push_back(
                 tensor_view(name, {int64_t(last - first)}, host_floats(model.dev, flat + at, last - first, buffers)));
         }
@@ -157,8 +154,8 @@ void read_moments(Model<Dev>& model, const Checkpoint& checkpoint) {
         }
     }
     if (found != expected)
-        fail("%s: the optimiser's files hold %zu of %zu moments: one of them is missing or of another model",
-             checkpoint.path.c_str(), found, expected);
+        fail("%s: the optimiser's files hold %d of %d moments: one of them is missing or of another model",
+             checkpoint.path, found, expected);
 }
 
 template <class Dev>

@@ -32,7 +32,7 @@ inline void run_sample(Config c, World& world) {
             return;
         }
         for (size_t i = 0; i < prompts.size(); i++) {
-            if (prompts.size() > 1) std::printf("%s--- prompt %zu of %zu ---\n", i ? "\n" : "", i + 1, prompts.size());
+            if (prompts.size() > 1) print("%s--- prompt %d of %d ---\n", i ? "\n" : "", i + 1, prompts.size());
             print_sample(model, *tokenizer, c, c.tokens, false, prompts[i]);
         }
     });

@@ -21,7 +21,7 @@
 
 #include "../../../lib/base/embed.h"
 #include "../../../lib/base/gpu_search.h"
-#include "../../../lib/base/util.h"
+#include "../../../lib/base/errors.h"
 #include "../../../lib/model/engine.h"
 #include "../../../lib/model/rope.h"
 #include "../../../lib/model/visible.h"

@@ -18,6 +18,7 @@
 #include <memory>
 #include <vector>
 
+#include "../../../lib/model/gradient_check.h"
 #include "../../../nsa_cpu.h"
 #include "../../../nsa_kernels.cuh"
 #include "../harness.h"

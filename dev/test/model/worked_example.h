@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "../../../lib/model/shape.h"
-#include "../../../lib/base/util.h"
+#include "../../../lib/base/text.h"
 
 // Scores are whole multiples of ln 2, so the weights of a softmax are powers of two over their sum, which is 16.
 struct WorkedExample {
