@@ -1985,9 +1985,9 @@ inline void launch_forward_kernel(const LayerOutputs<bf16, float>& out, const La
 // The branches of options.branches and, where out.attn is given, the gated sum. The compressed branch has a launch of
 // its own, since the keys that it makes the others choose come in between.
 template <int D>
-inline void launch_attention_forward(const LayerOutputs<bf16, float>& out, const LayerInputs<bf16, float>& in,
-                                     const NsaShape& s, ForwardOptions options, AttentionPath asked,
-                                     AttentionWorkspace workspace, cudaStream_t stream) {
+inline void launch_forward_kernels(const LayerOutputs<bf16, float>& out, const LayerInputs<bf16, float>& in,
+                                   const NsaShape& s, ForwardOptions options, AttentionPath asked,
+                                   AttentionWorkspace workspace, cudaStream_t stream) {
     if (options.branches == COMPRESSED)
         return launch_forward_kernel<COMPRESSED, D>(out, in, s, options, asked.warpgroups, stream);
     if (options.branches >> SLC & 1) {
@@ -2094,23 +2094,23 @@ inline void check_shape(const NsaShape& s, AttentionPath asked = SelectedKernel:
 // without a key: 0, and +infinity for lse, the natural logarithm of the softmax's denominator. Selection blocks: 16, 32
 // or a multiple of 64 tokens. Query heads per group: up to 128, without padding but in the last tile. `path` says which
 // kernels; where the selected branch's is AUTO, the workspace needs a place for the choice.
-inline void attention_forward(const LayerOutputs<bf16, float>& out, const LayerInputs<bf16, float>& in,
-                              const NsaShape& s, ForwardOptions options, AttentionPath path,
-                              AttentionWorkspace workspace, cudaStream_t stream) {
+inline void forward_on_tensor_cores(const LayerOutputs<bf16, float>& out, const LayerInputs<bf16, float>& in,
+                                    const NsaShape& s, ForwardOptions options, AttentionPath path,
+                                    AttentionWorkspace workspace, cudaStream_t stream) {
     for (const Branch branch : {CMP, SLC, WIN})
         if (options.branches >> branch & 1) check_attention_shape(branch, s);
     if (s.query_rows() == 0) return;
     with_head_dimension(s.D,
-                        [&](auto D) { launch_attention_forward<D()>(out, in, s, options, path, workspace, stream); });
+                        [&](auto D) { launch_forward_kernels<D()>(out, in, s, options, path, workspace, stream); });
 }
 // Of one branch: out [B, H, queries, D], lse [B, H, queries]; q [B, H, queries, D], keys and values [B, G, T, D]
 // (compressed: [B, G, NC, D]), selection [B, G, queries, words].
-inline void attention_forward(Branch branch, bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v,
-                              const uint32_t* selection, const NsaShape& s, AttentionPath path,
-                              AttentionWorkspace workspace, cudaStream_t stream) {
+inline void forward_on_tensor_cores(Branch branch, bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v,
+                                    const uint32_t* selection, const NsaShape& s, AttentionPath path,
+                                    AttentionWorkspace workspace, cudaStream_t stream) {
     LayerInputs<bf16, float> in = {};
     in.q = q, in.k[branch] = k, in.v[branch] = v, in.selection = selection;
-    attention_forward({nullptr, out, lse}, in, s, {1u << branch, branch, nullptr}, path, workspace, stream);
+    forward_on_tensor_cores({nullptr, out, lse}, in, s, {1u << branch, branch, nullptr}, path, workspace, stream);
 }
 // Shapes and formulas as in Cpu::branches_backward, of these branches, bits. A query has chosen at most max(slc_count,
 // 3) blocks.
@@ -2262,7 +2262,7 @@ struct Cuda : CudaOptimiser {
         if (bytes > max_shared_of_device())
             fail_usage("--dim %d: RMSNorm's gradient takes %d bytes of shared memory, this GPU has %d; choose less", C,
                        bytes, max_shared_of_device());
-        float* partial = scratch<float>(SCRATCH_SLOTS - 1, size_t(blocks) * C);
+        float* partial = scratch<float>(SCRATCH_PIECES - 1, size_t(blocks) * C);
         with_width(is_wide(C, dx, dout, x, weight), [&](auto W) {
             launch<kernels::rmsnorm_backward_kernel<W()>>(unsigned(blocks), unsigned(warps * 32), bytes, stream, dx,
                                                           partial, dout, x, rstd, weight, N, C, rows);
@@ -2348,7 +2348,7 @@ struct Cuda : CudaOptimiser {
         if (!gains) return;
         const int N = s.B * s.T, tokens = std::max(8, (N + 1023) / 1024), blocks = (N + tokens - 1) / tokens,
                   threads = kernels::NORMED_WARPS * 32, width = s.gain_rows() * s.D;
-        float* partial = scratch<float>(SCRATCH_SLOTS - 1, size_t(blocks) * width);
+        float* partial = scratch<float>(SCRATCH_PIECES - 1, size_t(blocks) * width);
         launch<kernels::normed_heads_backward_kernel>(
             unsigned(blocks), threads, shared_bytes({kernels::NORMED_WARPS * width * sizeof(float)}), stream,
             dprojected, partial, pointers_of<kernels::HeadGradientPointers>(d), gains, rope, s, s.projected(), tokens);
@@ -2445,9 +2445,9 @@ struct Cuda : CudaOptimiser {
         const ProfileRange range(ATTENTION_NAMES[branch]);
 #ifndef PRECISION_FP32
         if (!plain_attention)
-            return ::attention_forward(branch, out, lse, q, k, v, selection, s, attention_path(),
-                                       attention_workspace(attention_forward_bytes(branch, s, attention_path())),
-                                       stream);
+            return forward_on_tensor_cores(branch, out, lse, q, k, v, selection, s, attention_path(),
+                                           attention_workspace(attention_forward_bytes(branch, s, attention_path())),
+                                           stream);
 #endif
         plain::attention_forward(branch, out, lse, q, k, v, selection, s, stream);
     }
@@ -2496,9 +2496,9 @@ struct Cuda : CudaOptimiser {
 #ifndef PRECISION_FP32
         const ProfileRange range("attention: selected and window");
         const ForwardOptions options = {s.full ? 1u << WIN : OTHERS, s.full ? WIN : CMP, nullptr};
-        ::attention_forward(out, in, s, options, attention_path(),
-                            attention_workspace(attention_forward_bytes(s.full ? WIN : SLC, s, attention_path())),
-                            stream);
+        forward_on_tensor_cores(out, in, s, options, attention_path(),
+                                attention_workspace(attention_forward_bytes(s.full ? WIN : SLC, s, attention_path())),
+                                stream);
 #endif
     }
     void combine_forward(real* out, const real* o, const Stat* gate, const NsaShape& s) {
@@ -2588,7 +2588,7 @@ struct Cuda : CudaOptimiser {
     template <int W, class Term>
     void add_column_sums(float* out, const Term& term, int N, int C) {
         const int part_rows = std::max(16, (N + 511) / 512), parts = (N + part_rows - 1) / part_rows;
-        float* partial = scratch<float>(SCRATCH_SLOTS - 1, size_t(parts) * C);
+        float* partial = scratch<float>(SCRATCH_PIECES - 1, size_t(parts) * C);
         launch<kernels::column_parts_kernel<W, Term>>(dim3(blocks_for(size_t(C), 128 * W), unsigned(parts)), 128, 0,
                                                       stream, partial, term, N, C, part_rows);
         launch<kernels::column_totals_kernel>(blocks_for(size_t(C), 32), 256, 0, stream, out, (const float*)partial,

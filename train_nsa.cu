@@ -610,13 +610,13 @@ void backward_branches(Model<Dev>& model, Activations<Dev>& a, size_t i) {
     const auto& dw = model.dw.layer[i];
     const auto h = a.heads(acts, s);
     const auto d = a.head_gradients(s);
-    const size_t kv = s.cmp_rows() * s.D;
+    const size_t keys = s.cmp_rows() * s.D;
 
     // attn = sum of gate * branch, branch = softmax(q k^T / sqrt(D)) v
     dev.branches_backward({acts.projected,
                            d.q,
                            {a.dcompressed, d.kv[K_SLC], d.kv[K_WIN]},
-                           {a.dcompressed + kv, d.kv[V_SLC], d.kv[V_WIN]},
+                           {a.dcompressed + keys, d.kv[V_SLC], d.kv[V_WIN]},
                            a.dgate,
                            a.row_dot,
                            a.lse_gated},
@@ -707,16 +707,19 @@ void gradient_norm(Model<Dev>& model, int64_t step, Reducer<Dev>* reducer = null
     model.dev.total_squares(model.results + 1, squares, model.chunks(), guard);
 }
 
-constexpr double ADAM_BETA1 = 0.9, ADAM_BETA2 = 0.95, ADAM_EPS = 1e-8;
-
 // One step of AdamW, and of Muon for the matrices that it updates, on the summed gradients, clipped to the norm that
 // gradient_norm() found. If that is not finite, the weights stay as they are.
 template <class Dev>
 void apply_update(Model<Dev>& model, int64_t step, double lr, Reducer<Dev>* reducer = nullptr) {
     const ProfileRange range("update");
     const ModelConfig& c = model.config;
-    HyperAdamWOf<typename Dev::Sum> h{lr,   ADAM_BETA1,       ADAM_BETA2, ADAM_EPS,          c.weight_decay,
-                                      step, uint64_t(c.seed), 0,          model.results + 1, c.grad_clip};
+    HyperAdamWOf<typename Dev::Sum> h;
+    h.lr = lr;
+    h.decay = c.weight_decay;
+    h.step = step;
+    h.seed = uint64_t(c.seed);
+    h.squares = model.results + 1;
+    h.grad_clip = c.grad_clip;
     for (size_t i = 0; i < model.owned.size(); i++) {
         const Piece& p = model.owned[i];
         h.offset = p.begin;

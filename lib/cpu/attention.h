@@ -261,7 +261,7 @@ class TiledAttention {
     // over keys they are [padded / PER][D], where floats are read as they are.
     enum SumOver { OVER_D, OVER_KEYS };
     template <class Element>
-    Tiles<Element> operand_tiles(int slot, Branch branch, const float* x, int D, const NsaShape& s, SumOver sum_over) {
+    Tiles<Element> operand_tiles(int piece, Branch branch, const float* x, int D, const NsaShape& s, SumOver sum_over) {
         static_assert(sizeof(Element) == sizeof(float), "they share scratch memory");
         constexpr int per = PER<Element>;
         const int width = tile_keys(branch, s), padded = whole_vectors(width), keys = s.key_count(branch),
@@ -269,7 +269,7 @@ class TiledAttention {
         const size_t group_stride = size_t(s.key_stride(branch)) * D, size = size_t(padded / per) * D;
         if constexpr (per == 1)
             if (sum_over == OVER_KEYS) return {x, group_stride, size_t(width) * D, count, padded, D};
-        Element* const data = reinterpret_cast<Element*>(scratch[slot].get(size * count * s.B * s.G));
+        Element* const data = reinterpret_cast<Element*>(scratch[piece].get(size * count * s.B * s.G));
         return {data, size * count, size, count, padded, D, data};
     }
     // The threads of a parallel region share the work and do not wait for one another at the end.

@@ -95,17 +95,17 @@ struct HostOptimiser {
                 m[i] = beta1 * m[i] + (1 - beta1) * g;
                 direction[j] = beta1 * m[i] + (1 - beta1) * g;
             });
-            std::fill(direction + b.size(), direction + b.slot(), T(0));
-            directions += b.slot();
+            std::fill(direction + b.size(), direction + b.padded_size(), T(0));
+            directions += b.padded_size();
         }
     }
     // y = factor * direction / sqrt(squares), 0 where all is 0
     void muon_normalise(T* y, const T* direction, const double* squares, double factor, const MuonBatch& b) {
-        const size_t size = b.size(), slot = b.slot();
+        const size_t size = b.size(), padded = b.padded_size();
         for (size_t k = 0; k < b.matrices.size(); k++) {
             const T scale = T(squares[k] > 0 ? factor / std::sqrt(squares[k]) : 0);
 #pragma omp parallel for simd schedule(static)
-            for (size_t i = 0; i < size; i++) y[k * size + i] = direction[k * slot + i] * scale;
+            for (size_t i = 0; i < size; i++) y[k * size + i] = direction[k * padded + i] * scale;
         }
     }
     // param = param * (1 - lr * decay) - step_size * y

@@ -421,9 +421,9 @@ struct GatherPlan {
     float* partial;      // [B*G, 2 * max_extra, 2, KEY_TILE, D]: sums of the chunks of lists that are split
     int tiles, units, token_words;
     int max_extra;  // extra chunks of one (sequence, group) at most
-    // Where the sums of a tile's chunk are stored. A tile with e > 0 extra chunks stores e + 1 sums; 2 e slots are
+    // Where the sums of a tile's chunk are stored. A tile with e > 0 extra chunks stores e + 1 sums; 2 e places are
     // reserved for it.
-    __device__ size_t slot(int bg, int tile, int chunk) const {
+    __device__ size_t place_of_sums(int bg, int tile, int chunk) const {
         return size_t(bg) * 2 * max_extra + 2 * extra[size_t(bg) * (tiles + 1) + tile] + chunk;
     }
     // Which chunk of its tile a thread block has; its number is `item` among those of the (sequence, group).
@@ -588,7 +588,7 @@ __device__ inline void compute_gathered_dkdv(const BackwardArrays<bf16, float>& 
     const int chunk = plan.chunk_of_item(same_bg, same_tile, index / s.batch_groups);
     float* sums = nullptr;
     if (plan.chunks(same_bg, same_tile) > 1)
-        sums = plan.partial + plan.slot(same_bg, same_tile, chunk) * 2 * KEY_TILE * D;
+        sums = plan.partial + plan.place_of_sums(same_bg, same_tile, chunk) * 2 * KEY_TILE * D;
     keys.store(d.dk, d.dv, sums, same_bg, s);
 }
 //     mma 205 / 410, ldmatrix 192 / 640, exponentials 64 / 64, instructions 125 / 220, L2 174 / 347
@@ -614,7 +614,7 @@ __global__ void __launch_bounds__(256) add_chunks_kernel(bf16* dk, bf16* dv, Gat
     const int chunks = plan.chunks(bg, tile);
     const size_t size = 2 * KEY_TILE * D;
     if (chunks == 1) return;
-    const float* partial = plan.partial + plan.slot(bg, tile, 0) * size;
+    const float* partial = plan.partial + plan.place_of_sums(bg, tile, 0) * size;
     add_partial_sums<D>(dk, partial, size, chunks, bg, tile, s);
     add_partial_sums<D>(dv, partial + KEY_TILE * D, size, chunks, bg, tile, s);
 }

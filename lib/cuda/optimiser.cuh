@@ -180,16 +180,16 @@ __global__ void adamw_kernel(cuda_real* param, float* master, float* m, float* v
 __device__ inline size_t muon_index(size_t i, size_t rows, size_t columns) {
     return rows > columns ? i % columns * rows + i / columns : i;
 }
-// Element i of the matrix, and i below `slot`, behind it.
+// Element i of the matrix, and i below `padded`, behind it.
 __global__ void muon_momentum_kernel(float* direction, float* m, const float* grad, const MuonMatrix* matrices,
-                                     size_t rows, size_t columns, size_t slot, AdamWConstants h) {
+                                     size_t rows, size_t columns, size_t padded, AdamWConstants h) {
     wait_for_earlier_kernels();
     SHARED(float, scale, [1]);
     if (threadIdx.x == 0) scale[0] = clip_factor(h);
     __syncthreads();
     const size_t i = thread_index();
-    if (i >= slot || scale[0] != scale[0]) return;
-    direction += blockIdx.y * slot;
+    if (i >= padded || scale[0] != scale[0]) return;
+    direction += blockIdx.y * padded;
     if (i >= rows * columns) {
         direction[i] = 0;
         return;
@@ -200,14 +200,14 @@ __global__ void muon_momentum_kernel(float* direction, float* m, const float* gr
     direction[muon_index(i, rows, columns)] = h.beta1 * m_new + (1 - h.beta1) * g;
 }
 __global__ void muon_normalise_kernel(cuda_real* y, const float* direction, const double* squares, double factor,
-                                      size_t size, size_t slot) {
+                                      size_t size, size_t padded) {
     wait_for_earlier_kernels();
     SHARED(float, scale, [1]);
     const double square = squares[blockIdx.y];
     if (threadIdx.x == 0) scale[0] = float(square > 0 ? factor / sqrt(square) : 0);
     __syncthreads();
     const size_t i = thread_index();
-    if (i < size) y[blockIdx.y * size + i] = cuda_real(direction[blockIdx.y * slot + i] * scale[0]);
+    if (i < size) y[blockIdx.y * size + i] = cuda_real(direction[blockIdx.y * padded + i] * scale[0]);
 }
 __global__ void muon_apply_kernel(cuda_real* params, float* masters, const cuda_real* y, const MuonMatrix* matrices,
                                   size_t rows, size_t columns, AdamWConstants h) {
@@ -288,13 +288,13 @@ struct CudaOptimiser : CudaRuntime {
     }
     // Muon, lib/model/muon.h: a launch for all matrices of one shape.
     void muon_momentum(Grad* direction, Stat* m, const Grad* grad, const MuonBatch& b, const HyperAdamW& h) {
-        launch<kernels::muon_momentum_kernel>(grid_of_batch(b, b.slot()), 256, 0, stream, direction, m, grad,
-                                              on_device(b.matrices), size_t(b.rows), size_t(b.columns), b.slot(),
+        launch<kernels::muon_momentum_kernel>(grid_of_batch(b, b.padded_size()), 256, 0, stream, direction, m, grad,
+                                              on_device(b.matrices), size_t(b.rows), size_t(b.columns), b.padded_size(),
                                               AdamWConstants(h, 0));
     }
     void muon_normalise(real* y, const Grad* direction, const double* squares, double factor, const MuonBatch& b) {
         launch<kernels::muon_normalise_kernel>(grid_of_batch(b, b.size()), 256, 0, stream, y, direction, squares,
-                                               factor, b.size(), b.slot());
+                                               factor, b.size(), b.padded_size());
     }
     void muon_apply(real* param, Master* master, const real* y, double step_size, const MuonBatch& b,
                     const HyperAdamW& h) {

@@ -391,12 +391,12 @@ struct CudaRuntime {
     };
 
   protected:
-    // Temporary memory that only grows; a slot's content is valid until the slot is used again. The last slot belongs
+    // Temporary memory that only grows; what is in a piece is valid until the piece is used again. The last one belongs
     // to add_column_sums, the others to whichever operation is running.
-    static constexpr int SCRATCH_SLOTS = 4;
+    static constexpr int SCRATCH_PIECES = 4;
     template <class T>
-    T* scratch(int slot, size_t count) {
-        Scratch& s = scratches[slot];
+    T* scratch(int piece, size_t count) {
+        Scratch& s = scratches[piece];
         if (count * sizeof(T) > s.bytes) {
             release(s.data);
             s = Scratch();
@@ -501,7 +501,7 @@ struct CudaRuntime {
         char* data = nullptr;
         size_t bytes = 0;
     };
-    Scratch scratches[SCRATCH_SLOTS];
+    Scratch scratches[SCRATCH_PIECES];
     [[maybe_unused]] uint64_t workspace_bytes;  // of cuBLASLt
 
     static double free_bytes() {

@@ -42,10 +42,11 @@ constexpr size_t CHUNK = 4096;
 // One step of the optimiser. Muon takes beta1 as its momentum, and neither beta2 nor eps.
 template <class Sum>
 struct HyperAdamWOf {
-    double lr, beta1, beta2, eps, decay;
-    int64_t step;   // 1-based, for the bias corrections
-    uint64_t seed;  // of stochastic rounding, where param is narrower than its master
-    size_t offset;  // of the first element in the flat array of all parameters, which says what random bits it takes
+    double lr = 0, beta1 = 0.9, beta2 = 0.95, eps = 1e-8, decay = 0;
+    int64_t step = 0;   // 1-based, for the bias corrections
+    uint64_t seed = 0;  // of stochastic rounding, where param is narrower than its master
+    size_t offset =
+        0;  // of the first element in the flat array of all parameters, which says what random bits it takes
     // The sum of the squares of the whole gradient, in the engine's memory. If given, the gradient is clipped to the L2
     // norm grad_clip (0: it is not), and nothing is updated when the norm is not finite.
     const Sum* squares = nullptr;
@@ -73,7 +74,7 @@ struct MuonBatch {
     int64_t rows, columns;
     std::vector<MuonMatrix> matrices;
     size_t size() const { return size_t(rows * columns); }
-    size_t slot() const { return (size() + CHUNK - 1) / CHUNK * CHUNK; }  // whole chunks, for chunk_squares()
+    size_t padded_size() const { return (size() + CHUNK - 1) / CHUNK * CHUNK; }  // whole chunks, for chunk_squares()
 };
 
 namespace contract {
@@ -242,7 +243,7 @@ struct Members : Formats<Dev> {
     NEEDS(void, adamw,
           (real * param, Master* master, Stat* m, Stat* v, const Grad* grad, const Spans& spans, const Hyper& h));
     // Muon, see lib/model/muon.h, of some matrices of one shape. Clipped and left alone as in adamw; direction
-    // [matrices, b.slot()] has zeros behind a matrix. Where rows > columns, direction and y are transposed.
+    // [matrices, b.padded_size()] has zeros behind a matrix. Where rows > columns, direction and y are transposed.
     NEEDS(void, muon_momentum, (Grad * direction, Stat* m, const Grad* grad, const MuonBatch& b, const Hyper& h));
     // y [matrices, b.size()] =, 0 where squares [matrices] are
     NEEDS(void, muon_normalise,

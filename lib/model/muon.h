@@ -73,7 +73,7 @@ class Muon {
         explicit Sizes(const std::vector<MuonBatch>& batches) {
             for (const MuonBatch& b : batches) {
                 const size_t count = b.matrices.size(), n = size_t(std::min(b.rows, b.columns));
-                direction = std::max(direction, count * b.slot());
+                direction = std::max(direction, count * b.padded_size());
                 y = std::max(y, count * b.size());
                 square = std::max(square, count * n * n);
                 matrices = std::max(matrices, count);
@@ -83,7 +83,7 @@ class Muon {
 
     Dev& dev;
     const std::vector<MuonBatch> batches;
-    Grad* direction = nullptr;                         // [matrices, slot]; a matrix is [n, width], n <= width
+    Grad* direction = nullptr;                         // [matrices, padded size]; a matrix is [n, width], n <= width
     real *y = nullptr, *next = nullptr;                // [matrices, n, width]
     real *gram = nullptr, *square = nullptr;           // [matrices, n, n]
     Sum *squares = nullptr, *norms_squared = nullptr;  // of the direction: of its chunks, [matrices]
@@ -131,11 +131,11 @@ class Muon {
         h.beta1 = MUON_MOMENTUM;
         h.offset = 0;
         for (const MuonBatch& b : batches) {
-            const size_t count = b.matrices.size(), chunks = b.slot() / CHUNK;
+            const size_t count = b.matrices.size(), chunks = b.padded_size() / CHUNK;
             dev.muon_momentum(direction, m, grads, b, h);
-            dev.chunk_squares(squares, direction, count * b.slot(), 0, count * b.slot());
+            dev.chunk_squares(squares, direction, count * b.padded_size(), 0, count * b.padded_size());
             for (size_t i = 0; i < count; i++)
-                dev.total_squares(norms_squared + i, squares + i * chunks, chunks, direction + i * b.slot());
+                dev.total_squares(norms_squared + i, squares + i * chunks, chunks, direction + i * b.padded_size());
             dev.muon_normalise(y, direction, norms_squared, newton_schulz_scale(0), b);
             orthogonalise(int(count), int(std::min(b.rows, b.columns)), int(std::max(b.rows, b.columns)));
             dev.muon_apply(params, master, y, h.lr * muon_scale(b.rows, b.columns), b, h);

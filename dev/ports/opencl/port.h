@@ -372,13 +372,14 @@ class OpenCl {
         for (const auto& [begin, local] : b.matrices) {
             over(b.size(), "muon_momentum", direction, m + local, grad + begin, h.squares, size_t(b.columns),
                  float(h.beta1), float(h.grad_clip));
-            zero(direction + b.size(), b.slot() - b.size());
-            direction += b.slot();
+            zero(direction + b.size(), b.padded_size() - b.size());
+            direction += b.padded_size();
         }
     }
     void muon_normalise(float* y, In direction, In squares, double factor, const MuonBatch& b) {
         for (size_t k = 0; k < b.matrices.size(); k++)
-            over(b.size(), "muon_normalise", y + k * b.size(), direction + k * b.slot(), squares + k, float(factor));
+            over(b.size(), "muon_normalise", y + k * b.size(), direction + k * b.padded_size(), squares + k,
+                 float(factor));
     }
     void muon_apply(float* param, float*, In y, double step_size, const MuonBatch& b, const Hyper& h) {
         for (const MuonMatrix& matrix : b.matrices) {
@@ -527,8 +528,8 @@ class OpenCl {
         event = nullptr;
     }
     // Temporary memory that only grows. The queue is in order, so what was launched with the old one has its own hold.
-    float* scratch(size_t slot, size_t count) {
-        float*& s = scratches[slot];
+    float* scratch(size_t number, size_t count) {
+        float*& s = scratches[number];
         if (s && buffers[reinterpret_cast<char*>(s)].bytes >= count * sizeof(float)) return s;
         release(s);
         return s = allocate<float>(count);

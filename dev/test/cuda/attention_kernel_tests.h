@@ -366,8 +366,8 @@ inline Results run_branch(const Inputs& in, AttentionPath path, AttentionPath pa
     const DeviceArray<bf16> q(in.q), k(in.k), v(in.v), dout(in.dout), out(rows * s.D);
     const DeviceArray<uint32_t> selection(in.selection);
     const DeviceArray<float> lse(rows);
-    attention_forward(in.branch, out.data, lse.data, q.data, k.data, v.data, selection.data, s, path,
-                      AttentionScratch(in.branch, s, path, false), nullptr);
+    forward_on_tensor_cores(in.branch, out.data, lse.data, q.data, k.data, v.data, selection.data, s, path,
+                            AttentionScratch(in.branch, s, path, false), nullptr);
     Results r;
     r.out = out.raw(), r.lse = lse.raw();
     check_written(out), check_written(lse);
@@ -936,8 +936,8 @@ TEST(attention_kernels_refuse) {
     using namespace attention_tests;
     const bf16* none = nullptr;
     auto forward = [&](Branch branch, const NsaShape& s) {
-        attention_forward(branch, (bf16*)nullptr, nullptr, none, none, none, nullptr, s, SelectedKernel::AUTO, {},
-                          nullptr);
+        forward_on_tensor_cores(branch, (bf16*)nullptr, nullptr, none, none, none, nullptr, s, SelectedKernel::AUTO, {},
+                                nullptr);
     };
     NsaShape s = shape(64, 3);
     s.D = 48;

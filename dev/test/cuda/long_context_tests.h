@@ -215,8 +215,8 @@ TEST(attention_kernels_gather_forward_of_wide_heads) {
     DeviceArray<bf16> q(in.q), k(in.k), v(in.v), out(in.rows() * size_t(s.D));
     DeviceArray<float> lse(in.rows());
     const DeviceArray<uint32_t> selection(in.selection);
-    attention_forward(SLC, out.data, lse.data, q.data, k.data, v.data, selection.data, s, SelectedKernel::AUTO, forward,
-                      nullptr);
+    forward_on_tensor_cores(SLC, out.data, lse.data, q.data, k.data, v.data, selection.data, s, SelectedKernel::AUTO,
+                            forward, nullptr);
     CHECK_EQUAL(forward.choice.raw()[0].gather, 7);
 }
 // struct Cuda says how it computes the selected branch, and why.

@@ -2,6 +2,7 @@
 // dev/emulator/cuda_on_cpu.h. They compile under g++ and nvcc. Those with a template parameter are right with FAULT =
 // NONE; planted_faults.cpp asks for the others.
 #pragma once
+#include "../../../lib/base/random.h"
 #include "../../../lib/cuda/wgmma.cuh"
 
 using bf16 = __nv_bfloat16;
