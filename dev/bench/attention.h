@@ -496,8 +496,7 @@ inline std::vector<AttentionRow> run_attention(Timed<Cuda>& dev, const Config& c
         if (one_sequence) print_published(rows, out);  // now, since the next length may not fit, or may not end
         all.insert(all.end(), rows.begin(), rows.end());
     }
-    print_last_ceilings(dev, format_text("attention, %lld tokens", (long long)(c.batch * c.seq_len)), ceilings,
-                        ceiling_size, out);
+    print_last_ceilings(dev, format_text("attention, %lld tokens", (c.batch * c.seq_len)), ceilings, ceiling_size, out);
     return all;
 }
 // Takes "--option VALUE" or "--option=VALUE" out of the words; false: there is none.
@@ -520,7 +519,7 @@ inline const NamedShape* take_named_shape(std::vector<const char*>& words) {
         if (name == shape.name) return &shape;
         known += (known.empty() ? "" : ", ") + std::string(shape.name);
     }
-    fail_usage("--shape %s: expected one of %s", name.c_str(), known.c_str());
+    fail_usage("--shape %s: expected one of %s", name, known);
 }
 // That of --selections; null: there is none.
 inline std::unique_ptr<TrainedSelections> take_selections(std::vector<const char*>& words) {

@@ -263,7 +263,7 @@ static int run(int argc, char** argv) {
     const std::string mode = argc > 1 ? argv[1] : "";
     const int own = mode == "rate" ? 4 : 2;
     if (!is_choice(mode, "conditions|decode|full|step|rate"))
-        fail_usage("bench_cpu: mode '%s'; expected conditions, decode, full, step or rate", mode.c_str());
+        fail_usage("bench_cpu: mode '%s'; expected conditions, decode, full, step or rate", mode);
     const LoadOfOthers load;
     if (mode == "rate" && argc < 4) fail_usage("bench_cpu rate NAME STEPS [options of train]");
     std::vector<const char*> options = {"train_nsa"};

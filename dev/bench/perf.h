@@ -576,9 +576,8 @@ int perf_on(Timed<Dev>& dev, const Config& c, int timed_steps = 5, int ceiling_s
         format_text("perf, %s, %lld x %lld%s",
                     c.attention == "full"  ? "full attention"
                     : c.attention == "nsa" ? "NSA"
-                                           : c.attention.c_str(),
-                    (long long)c.batch, (long long)c.seq_len,
-                    c.recompute ? format_text(", recompute %lld", (long long)c.recompute).c_str() : "");
+                                           : c.attention,
+                    c.batch, c.seq_len, c.recompute ? format_text(", recompute %lld", c.recompute) : "");
     const Ceilings ceilings = measure_ceilings(dev, ceiling_size);
     {
         Model<Timed<Dev>> model(dev, c, true);

@@ -55,8 +55,8 @@ struct TrainedSelections {
         first = int(tokens) / 2 / SPAN * SPAN;
         period = (int(tokens) - first) / SPAN * SPAN;
         if (chosen.empty() || first < 4 * slc_block || period < SPAN)
-            fail("--selections %s: %zu tokens in blocks of %d are too few to be stretched; expected at least %d",
-                 path.c_str(), tokens, slc_block, std::max(8 * slc_block, 2 * SPAN));
+            fail("--selections %s: %zu tokens in blocks of %d are too few to be stretched; expected at least %d", path,
+                 tokens, slc_block, std::max(8 * slc_block, 2 * SPAN));
     }
 
     // The blocks that query t of a sequence's group chooses besides those that every query gets: `count` of 1 ..
@@ -145,6 +145,5 @@ inline std::string describe_selection(const std::string& kind, const std::vector
     return format_text(
         "%s: a query chooses %.1f blocks, 64 neighbours %.1f different ones; the %d queries whose heads fill 128 rows, "
         "%.1f",
-        kind.c_str(), distinct_blocks(masks, s, 1), distinct_blocks(masks, s, 64), tile,
-        distinct_blocks(masks, s, tile));
+        kind, distinct_blocks(masks, s, 1), distinct_blocks(masks, s, 64), tile, distinct_blocks(masks, s, tile));
 }

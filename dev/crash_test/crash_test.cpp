@@ -89,7 +89,7 @@ class CrashTest {
     // kills strike only one. `fault` is put before the command, see fault_environment.
     Result run(const std::string& folder, int ranks, bool resume, double kill_after, Words fault = {}) {
         if (!fault.empty()) fault.push_back("FAULT_FOLDER=" + folder + "/run");
-        const std::string mark = format_text("CRASH_TEST_RUN=%d.%lld", int(getpid()), (long long)++runs);
+        const std::string mark = format_text("CRASH_TEST_RUN=%d.%d", int(getpid()), ++runs);
         program::Start start;
         start.environment = {mark};
         start.seconds = 120 + std::max(kill_after, 0.0);
@@ -110,13 +110,12 @@ class CrashTest {
         Reference& r = references[ranks];
         r.folder = new_folder(format_text("reference_%d", ranks));
         Result e = run(r.folder, ranks, false, -1);
-        if (e.status != 0)
-            fail("the run that nobody breaks ended with status %d: %s%s", e.status, e.out.c_str(), e.err.c_str());
+        if (e.status != 0) fail("the run that nobody breaks ended with status %d: %s%s", e.status, e.out, e.err);
         r.seconds = e.seconds;
         r.manifest = open_checkpoint(checkpoint_folder(r.folder + "/run", last_step));
         r.log = lines_of(read_file(r.folder + "/run/main.log"), "s:");
-        std::printf("reference with %d rank%s: %zu lines of main.log, %zu files in the last checkpoint, %.2f s\n",
-                    ranks, ranks > 1 ? "s" : "", r.log.size(), r.manifest.files.size(), r.seconds);
+        print("reference with %d rank%s: %d lines of main.log, %d files in the last checkpoint, %.2f s\n", ranks,
+              ranks > 1 ? "s" : "", r.log.size(), r.manifest.files.size(), r.seconds);
         const Result counted =
             run(new_folder(format_text("count_%d", ranks)), ranks, false, -1, fault_environment("count", 0, 0));
         std::smatch m;
@@ -124,12 +123,11 @@ class CrashTest {
         if (counted.status != 0 ||
             !std::regex_search(
                 text, m, std::regex("writes (\\d+) fsyncs (\\d+) file_fsyncs (\\d+) renames (\\d+) bytes (\\d+)")))
-            fail("%s counted nothing in a run of status %d: '%s' %s", settings.shim.c_str(), counted.status,
-                 text.c_str(), counted.err.c_str());
+            fail("%s counted nothing in a run of status %d: '%s' %s", settings.shim, counted.status, text, counted.err);
         for (size_t i = 0; i < ALL; i++) r.count[i] = std::stoll(m[i + 1]);
         r.count[ALL] = r.count[WRITES] + r.count[FSYNCS] + r.count[RENAMES];
-        std::printf("        %lld writes of %lld bytes, %lld fsyncs, %lld renames\n", (long long)r.count[WRITES],
-                    (long long)r.count[BYTES], (long long)r.count[FSYNCS], (long long)r.count[RENAMES]);
+        print("        %d writes of %d bytes, %d fsyncs, %d renames\n", r.count[WRITES], r.count[BYTES],
+              r.count[FSYNCS], r.count[RENAMES]);
         if (r.count[FSYNCS] == 0) fail("the program made no checkpoint");
         std::fflush(stdout);
     }
@@ -153,8 +151,7 @@ class CrashTest {
                 finish(folder, ranks);
                 const auto best_of = [](const std::string& of) { return best_step(of + "/run"); };
                 const int64_t best = best_of(folder), expected = best_of(references[ranks].folder);
-                demand(best == expected, "the best checkpoint is that of step %lld, expected %lld", (long long)best,
-                       (long long)expected);
+                demand(best == expected, "the best checkpoint is that of step %d, expected %d", best, expected);
             });
     }
 
@@ -166,7 +163,7 @@ class CrashTest {
                 const int64_t operations = references[ranks].count[fault.among],
                               at = between(1, fault.lies ? operations / 2 : operations), count = between(1, fault.most);
                 disk_lies = disk_lies || fault.lies;
-                history += format_text(" %s:%lld:%lld", fault.kind, (long long)at, (long long)count);
+                history += format_text(" %s:%d:%d", fault.kind, at, count);
                 const Result e = go_on(folder, ranks, -1, fault_environment(kind, at, count));
                 const std::string events_text = file_exists(fault_log) ? read_file(fault_log) : "";
                 for (const std::string& line : lines_of(events_text)) events[line.substr(0, line.find(' '))]++;
@@ -178,13 +175,12 @@ class CrashTest {
                     demand_of(e, e.status == 0, "it ended");
                     break;
                 }
-                const Words log =
-                    lines_of(read_file(folder + "/run/main.log"), format_text("s:%lld trl:", (long long)last_step));
+                const Words log = lines_of(read_file(folder + "/run/main.log"), format_text("s:%d trl:", last_step));
                 demand_of(e, !log.empty(), "a failing disk ended it before the last step");
                 if (!fault.error) demand_of(e, e.status == 0 && e.err.empty(), "after short writes it ended");
                 else if (!lines_of(events_text, kind).empty())
                     demand(holds(e.out + e.err, std::strerror(fault.error)), "it never said '%s': %s",
-                           std::strerror(fault.error), e.err.c_str());
+                           std::strerror(fault.error), e.err);
             }
             const Result e = go_on(folder, ranks, -1);  // the run is complete: this only cleans up
             demand_of(e, e.status == 0, "resumed without faults it ended");
@@ -252,7 +248,7 @@ class CrashTest {
     }
 
     void demand_of(const Result& e, bool good, const char* what) {
-        demand(good, "%s with status %d: %s", what, e.status, e.err.c_str());
+        demand(good, "%s with status %d: %s", what, e.status, e.err);
     }
 
     std::string new_folder(const std::string& name) {
@@ -264,9 +260,8 @@ class CrashTest {
     // The words that, in front of the command, put the shim between it and the disk.
     Words fault_environment(const std::string& kind, int64_t at, int64_t count) {
         remove_tree(fault_log);
-        Words words = {"FAULT_LOG=" + fault_log,
-                       format_text("FAULT=%s:%lld:%lld", kind.c_str(), (long long)at, (long long)count),
-                       format_text("FAULT_SEED=%lld", (long long)draw(1u << 30)), "LD_PRELOAD=" + settings.shim};
+        Words words = {"FAULT_LOG=" + fault_log, format_text("FAULT=%s:%d:%d", kind, at, count),
+                       format_text("FAULT_SEED=%d", draw(1u << 30)), "LD_PRELOAD=" + settings.shim};
         const char* asan = std::getenv("ASAN_OPTIONS");
         words.push_back(std::string("ASAN_OPTIONS=") + (asan ? asan : "") + ":verify_asan_link_order=0");
         return words;
@@ -300,28 +295,27 @@ class CrashTest {
     Result go_on(const std::string& folder, int ranks, double kill_after, const Words& fault = {}) {
         const Result e = run(folder, ranks, true, kill_after, fault);
         history += format_text(" [%.2f s, status %d]", e.seconds, e.status);
-        demand(e.status != TOO_LATE, "it did not end; stdout: %s stderr: %s", e.out.c_str(), e.err.c_str());
+        demand(e.status != TOO_LATE, "it did not end; stdout: %s stderr: %s", e.out, e.err);
         std::smatch m;
         int64_t resumed = -1;
         for (const std::string& line : lines_of(e.out, "resume:"))
             resumed = std::regex_search(line, m, std::regex("step_([0-9]{8,})")) ? std::stoll(m[1]) : 0;
         if (resumed >= 0) {  // it lived long enough to print it
             events[resumed ? "resumes" : "starts with nothing to resume"]++;
-            history += format_text(" from %lld", (long long)resumed);
+            history += format_text(" from %d", resumed);
             if (!disk_lies)
-                demand(resumed >= saved, "step %lld was reported saved and it resumed from %lld", (long long)saved,
-                       (long long)resumed);
+                demand(resumed >= saved, "step %d was reported saved and it resumed from %d", saved, resumed);
             if (!damaged.empty()) {
-                demand(resumed != parse_step(damaged), "it resumed from the damaged %s", damaged.c_str());
+                demand(resumed != parse_step(damaged), "it resumed from the damaged %s", damaged);
                 demand(std::regex_search(e.out + e.err, std::regex(damaged + " is damaged")),
-                       "it did not say that %s is damaged: %s", damaged.c_str(), e.err.c_str());
+                       "it did not say that %s is damaged: %s", damaged, e.err);
                 damaged.clear();
             }
             saved = resumed;
         }
         if (holds(e.out + e.err, " is damaged")) {
             events["fallbacks to an older checkpoint"]++;
-            demand(disk_lies || rotten, "a damaged checkpoint had the name of a whole one: %s", e.err.c_str());
+            demand(disk_lies || rotten, "a damaged checkpoint had the name of a whole one: %s", e.err);
         }
         for (const std::string& line : lines_of(e.out.substr(0, e.out.rfind('\n') + 1), "saved "))
             if (std::regex_search(line, m, std::regex("step_([0-9]{8,})")))
@@ -331,9 +325,8 @@ class CrashTest {
         if (e.status == 1 && !checkpoint_steps(run_folder).empty() &&
             newest_intact_checkpoint(run_folder, [](const std::string&) {}).folder.empty()) {
             // Nothing intact is left: it may refuse, if it says why. Then do what a user would.
-            demand(disk_lies || rotten, "no checkpoint is intact: %s", e.err.c_str());
-            demand(holds(e.err, " is damaged"), "it refused without saying that a checkpoint is damaged: %s",
-                   e.err.c_str());
+            demand(disk_lies || rotten, "no checkpoint is intact: %s", e.err);
+            demand(holds(e.err, " is damaged"), "it refused without saying that a checkpoint is damaged: %s", e.err);
             events["refusals, all checkpoints damaged"]++;
             for (int64_t step : checkpoint_steps(run_folder)) remove_tree(checkpoint_folder(run_folder, step));
             saved = 0, damaged.clear();
@@ -348,27 +341,24 @@ class CrashTest {
         const std::string run_folder = folder + "/run", last = checkpoint_folder(run_folder, last_step),
                           wanted = checkpoint_folder(r.folder + "/run", last_step);
         const Checkpoint m = open_checkpoint(last);
-        demand(m.files.size() == r.manifest.files.size(), "the last checkpoint has %zu files, expected %zu",
+        demand(m.files.size() == r.manifest.files.size(), "the last checkpoint has %d files, expected %d",
                m.files.size(), r.manifest.files.size());
         for (const FileRecord& file : r.manifest.files)
-            demand(read_file(last + "/" + file.name) == read_file(wanted + "/" + file.name), "%s differs",
-                   file.name.c_str());
+            demand(read_file(last + "/" + file.name) == read_file(wanted + "/" + file.name), "%s differs", file.name);
         demand(m.state_text == r.manifest.state_text, "the state in the manifest differs: %s, expected %s",
-               m.state_text.c_str(), r.manifest.state_text.c_str());
+               m.state_text, r.manifest.state_text);
         const Words log = lines_of(read_file(run_folder + "/main.log"), "s:");
         for (size_t i = 0; i < std::max(log.size(), r.log.size()); i++) {
             const std::string found = i < log.size() ? log[i] : "its end",
                               expected = i < r.log.size() ? r.log[i] : "its end";
-            demand(found == expected, "main.log, line %zu: found %s, expected %s", i + 1, found.c_str(),
-                   expected.c_str());
+            demand(found == expected, "main.log, line %d: found %s, expected %s", i + 1, found, expected);
         }
         for (const std::string& name : folder_entries(run_folder))
-            demand(parse_step(name, ".writing") < 0 && parse_step(name, ".removing") < 0, "%s was left behind",
-                   name.c_str());
+            demand(parse_step(name, ".writing") < 0 && parse_step(name, ".removing") < 0, "%s was left behind", name);
     }
 
     void round(const std::string& name, const std::function<void(const std::string&)>& body) {
-        const std::string folder = new_folder(format_text("round_%04lld", (long long)++folders));
+        const std::string folder = new_folder(format_text("round_%04lld", ++folders));
         saved = 0, disk_lies = rotten = false, damaged.clear(), history.clear();
         try {
             body(folder);
@@ -376,7 +366,7 @@ class CrashTest {
             remove_tree(folder);
         } catch (const std::exception& e) {
             failed++;
-            std::printf("FAIL %s, in %s:%s: %s\n", name.c_str(), folder.c_str(), history.c_str(), e.what());
+            print("FAIL %s, in %s:%s: %s\n", name, folder, history, e.what());
         }
         std::fflush(stdout);
     }
@@ -394,7 +384,7 @@ class CrashTest {
                 const size_t at = size_t(draw(bytes.size()));
                 bytes[at] = char(bytes[at] ^ 1 << draw(8));
                 write_text_file(path, bytes);
-                return format_text("bit of %s flipped at byte %zu", name.c_str(), at);
+                return format_text("bit of %s flipped at byte %d", name, at);
             }
             case 1:
                 write_text_file(path, bytes.substr(0, size_t(draw(bytes.size()))));
@@ -433,7 +423,7 @@ static Settings settings_of(int argc, char** argv) {
     }
     for (std::string* file : {&s.program, &s.shim}) {
         char* absolute = realpath(file->c_str(), nullptr);
-        if (!absolute) fail_usage("cannot find %s: make %s", file->c_str(), file->c_str());
+        if (!absolute) fail_usage("cannot find %s: make %s", *file, *file);
         *file = absolute;
         std::free(absolute);
     }
@@ -446,7 +436,7 @@ int main(int argc, char** argv) {
         const bool long_form = settings.kills >= 100;
         const char* base = std::getenv("TMPDIR");
         std::string scratch = std::string(base ? base : "/tmp") + "/crash_test_XXXXXX";
-        if (!mkdtemp(&scratch[0])) fail("cannot make a temporary folder %s: %s", scratch.c_str(), std::strerror(errno));
+        if (!mkdtemp(&scratch[0])) fail("cannot make a temporary folder %s: %s", scratch, std::strerror(errno));
         char* absolute = realpath(scratch.c_str(), nullptr);  // the shim sees paths with their links resolved
         if (absolute) scratch = absolute;
         std::free(absolute);
@@ -465,10 +455,10 @@ int main(int argc, char** argv) {
             for (int f = 0; f < 4; f++)
                 for (int64_t i = 0; i < faults / 2; i++) test.fault_round(2, FAULTS[f]);
         }
-        for (const auto& event : test.events) std::printf("%8lld  %s\n", (long long)event.second, event.first.c_str());
-        std::printf("%.0f s\n", seconds_now() - begin);
+        for (const auto& event : test.events) print("%8lld  %s\n", event.second, event.first);
+        print("%.0f s\n", seconds_now() - begin);
         if (test.failed == 0) remove_tree(scratch);
-        std::printf("%d passed, %d failed\n", test.passed, test.failed);
+        print("%d passed, %d failed\n", test.passed, test.failed);
         return test.failed ? 1 : 0;
     } catch (const Error& e) {
         std::fprintf(stderr, "crash_test: error: %s\n", e.what());

@@ -122,7 +122,7 @@ static void fuzz_one(const std::string& input) {
     write_safetensors(again, metadata, in_order);
     std::unique_ptr<SafeTensors> second;
     const std::string refused = refusal([&] { second = std::make_unique<SafeTensors>(again); });
-    if (!refused.empty()) finding("accepted, written again, and then refused: %s", refused.c_str());
+    if (!refused.empty()) finding("accepted, written again, and then refused: %s", refused);
     EXPECT(second->metadata == read->metadata && second->tensors.size() == in_order.size());
     for (size_t i = 0; i < in_order.size(); i++) {
         const TensorView &a = in_order[i], &b = second->tensors[i];
@@ -326,7 +326,7 @@ static Outcome outcome(const std::string& path, bool jsonl, const std::string& s
     MemoryLimit limit(input + block_bytes, 32 << 10, 400);
     const UseBlock use = [&](std::unique_ptr<TokenBlock> block) {
         encode_block(*block, encoding.end_of_text, append);
-        if (block->bad_lines.count) fail("%s", block->bad_lines.first.c_str());
+        if (block->bad_lines.count) fail("%s", block->bad_lines.first);
         for (const size_t at : block->documents) o.documents.push_back(o.tokens.size() + at);
         o.tokens.insert(o.tokens.end(), block->tokens.begin(), block->tokens.end());
         o.text_bytes += block->text_bytes, o.file_bytes += block->bytes.size();

@@ -43,15 +43,15 @@ inline void check_message(const std::string& text) {
     if (text.empty() || text.size() > 8100) finding("a message of %zu bytes", text.size());
     for (size_t i = 0; i < text.size(); i++) {
         const unsigned char c = static_cast<unsigned char>(text[i]);
-        if (c < 0x20 || c == 0x7F) finding("byte 0x%02x in the message '%s'", c, text.c_str());
+        if (c < 0x20 || c == 0x7F) finding("byte 0x%02x in the message '%s'", c, text);
         if (c < 0x80) continue;
         const int more = c >= 0xF0 ? 3 : c >= 0xE0 ? 2 : 1;
-        if (c < 0xC2 || c > 0xF4) finding("stray byte 0x%02x in the message '%s'", c, text.c_str());
+        if (c < 0xC2 || c > 0xF4) finding("stray byte 0x%02x in the message '%s'", c, text);
         for (int k = 1; k <= more; k++)
             if (i + size_t(k) >= text.size() || (static_cast<unsigned char>(text[i + size_t(k)]) & 0xC0) != 0x80)
-                finding("half a character in the message '%s'", text.c_str());
+                finding("half a character in the message '%s'", text);
         if (c == 0xC2 && static_cast<unsigned char>(text[i + 1]) < 0xA0)
-            finding("a C1 control character in the message '%s'", text.c_str());
+            finding("a C1 control character in the message '%s'", text);
         i += size_t(more);
     }
 }
@@ -87,8 +87,7 @@ struct MemoryLimit {
     }
     ~MemoryLimit() {
         if (allocations().peak - before > limit)
-            finding("%lld bytes allocated at once, limit %lld", (long long)(allocations().peak - before),
-                    (long long)limit);
+            finding("%lld bytes allocated at once, limit %lld", (allocations().peak - before), limit);
     }
 };
 

@@ -63,14 +63,13 @@ void check_failed(const char* file, int line, const char* format, const Values&.
         }                                                                                               \
     } while (0)
 
-#define CHECK_EQUAL(found, expected)                                                                \
-    do {                                                                                            \
-        tests().checks++;                                                                           \
-        const auto found_ = (found);                                                                \
-        const decltype(found_) expected_ = (expected);                                              \
-        if (!(found_ == expected_))                                                                 \
-            check_failed(__FILE__, __LINE__, "%s is %s, expected %s", #found, show(found_).c_str(), \
-                         show(expected_).c_str());                                                  \
+#define CHECK_EQUAL(found, expected)                                                                          \
+    do {                                                                                                      \
+        tests().checks++;                                                                                     \
+        const auto found_ = (found);                                                                          \
+        const decltype(found_) expected_ = (expected);                                                        \
+        if (!(found_ == expected_))                                                                           \
+            check_failed(__FILE__, __LINE__, "%s is %s, expected %s", #found, show(found_), show(expected_)); \
     } while (0)
 
 // |found - expected| <= limit; a NaN on either side fails. Say at the call where the limit comes from.
@@ -118,7 +117,7 @@ struct TempFolder {
     TempFolder() {
         const char* base = std::getenv("TMPDIR");
         std::string pattern = std::string(base ? base : "/tmp") + "/test_nsa_XXXXXX";
-        if (!mkdtemp(&pattern[0])) fail("cannot make a temporary folder %s: %s", pattern.c_str(), std::strerror(errno));
+        if (!mkdtemp(&pattern[0])) fail("cannot make a temporary folder %s: %s", pattern, std::strerror(errno));
         path = pattern;
     }
     ~TempFolder() {
@@ -130,7 +129,7 @@ struct TempFolder {
 inline void write_file(const std::string& path, const std::string& bytes) {
     std::ofstream out(path, std::ios::binary);
     out.write(bytes.data(), std::streamsize(bytes.size()));
-    if (!out.flush()) fail("cannot write %s", path.c_str());
+    if (!out.flush()) fail("cannot write %s", path);
 }
 
 // Removes the tests that the options leave out. False, with a line on stderr, if they make no sense.

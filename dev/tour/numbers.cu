@@ -351,7 +351,7 @@ static int print_topic(const std::string& topic, Config c, [[maybe_unused]] Worl
 #endif
     else
         fail_usage("tour: journey, text, parameters, keys, memory, softmax, online, timeline or rounding, not '%s'",
-                   topic.c_str());
+                   topic);
     return 0;
 }
 

@@ -105,7 +105,7 @@ class OpenCl {
     std::string name() const { return text_of(device, CL_DEVICE_NAME); }
     std::string bus() const { return format_text("OpenCL device %d", index); }
     std::string describe() const {
-        return format_text("OpenCL device %d, %s, %u compute units, %.1f GiB, fp32, GEMM: own", index, name().c_str(),
+        return format_text("OpenCL device %d, %s, %u compute units, %.1f GiB, fp32, GEMM: own", index, name(),
                            cl_uint(number_of(device, CL_DEVICE_MAX_COMPUTE_UNITS)), total_memory() / (1 << 30));
     }
     std::string describe_selected(const NsaShape&) const { return ""; }
@@ -468,7 +468,7 @@ class OpenCl {
         if (clBuildProgram(program, 1, &device, options.c_str(), nullptr, nullptr) == CL_SUCCESS) return;
         std::vector<char> log(1 << 16);
         clGetProgramBuildInfo(program, device, CL_PROGRAM_BUILD_LOG, log.size() - 1, log.data(), nullptr);
-        fail("OpenCL: the driver of %s cannot compile the kernels: %s", name().c_str(), log.data());
+        fail("OpenCL: the driver of %s cannot compile the kernels: %s", name(), log.data());
     }
 
     // ----- launches

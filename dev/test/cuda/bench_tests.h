@@ -141,7 +141,7 @@ TEST(cuda_bench_check_names_every_product) {
               format_text("%d x %d x %d tn", out, in, rows)}) {
             tests().checks++;
             if (text.find(" " + product + ": algorithm ") == std::string::npos)
-                check_failed(__FILE__, __LINE__, "no %s in\n%s", product.c_str(), text.c_str());
+                check_failed(__FILE__, __LINE__, "no %s in\n%s", product, text);
         }
 }
 #endif

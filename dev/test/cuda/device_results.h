@@ -73,8 +73,7 @@ struct Arrays {
                                     size_t count) {
         const auto found = all.find(name);
         if (found == all.end() || found->second.size() != count)
-            fail("no array %s of %zu elements: was the file written by other sources? write it again", name.c_str(),
-                 count);
+            fail("no array %s of %zu elements: was the file written by other sources? write it again", name, count);
         return found->second;
     }
 };

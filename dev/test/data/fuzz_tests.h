@@ -12,7 +12,7 @@
 #include <sys/mman.h>
 
 TEST(messages_are_one_printable_line) {
-    const auto shown = [](const std::string& text) { return error_of([&] { fail("%s", text.c_str()); }); };
+    const auto shown = [](const std::string& text) { return error_of([&] { fail("%s", text); }); };
     CHECK_EQUAL(shown("a\nb\r\tc\x1b[31m\x7F"), "a\\x0ab\\x0d\\x09c\\x1b[31m\\x7f");
     CHECK_EQUAL(shown("caf\xC3\xA9 \xE4\xB8\xAD \xF0\x9F\x98\x80"), "caf\xC3\xA9 \xE4\xB8\xAD \xF0\x9F\x98\x80");
     CHECK_EQUAL(shown("\xC2\x85|\xC2\xA0|\xE2\x80\xA8|\xE2\x80\xAE|\xE2\x81\xA6|\xEF\xBB\xBF"),

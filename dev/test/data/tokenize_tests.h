@@ -28,11 +28,11 @@ struct TokenizeFixture {
         std::vector<uint16_t> tokens;
         size_t files = 0;
         for (int i = first_index;; i++, files++) {
-            const std::string path = options.out + format_text("_%s_%06d.bin", split.c_str(), i);
+            const std::string path = options.out + format_text("_%s_%06d.bin", split, i);
             if (!file_exists(path)) break;
             const std::string bytes = read_file(path);
             int32_t header[256];
-            if (bytes.size() < sizeof header) fail("%s is shorter than a header", path.c_str());
+            if (bytes.size() < sizeof header) fail("%s is shorter than a header", path);
             std::memcpy(header, bytes.data(), sizeof header);
             CHECK_EQUAL(header[0], 20240520);
             CHECK_EQUAL(header[1], 1);

@@ -59,7 +59,7 @@ TEST(cpu_bf16_rounds_products_and_nothing_else) {
         tests().checks++;
         if (!(difference <= 0.027 * 0.027 * square))
             check_failed(__FILE__, __LINE__, "%s: the gradient in bf16 is off by %.3g of its norm, limit 0.027",
-                         spec.name.c_str(), std::sqrt(difference / square));
+                         spec.name, std::sqrt(difference / square));
     }
     // Parameters and moments are not rounded: an update too small for bf16 must still show.
     const float before = rounded.model.params[0];

@@ -523,8 +523,7 @@ ENGINE_TEST(model_decoding_is_the_forward_pass_at_every_position) {
 
 template <class E>
 void check_golden(const std::string& name) {
-    if (E::NARROW)
-        return skip(format_text("%s_golden_%s: an engine in bf16 chooses other blocks", E::name, name.c_str()));
+    if (E::NARROW) return skip(format_text("%s_golden_%s: an engine in bf16 chooses other blocks", E::name, name));
     // fp64 against fp64: both round at 1e-16 in sums of up to 1e5 terms. fp32: 6e-8 a rounding, sums of up to 1e3 to
     // 1e4 terms in the GEMMs and the gradient's sum over tokens, through a few layers: 2e-5 of a tensor's norm.
     const double limit = sizeof(typename E::Value) == 8 ? 1e-10 : 2e-5;
@@ -547,8 +546,7 @@ void check_golden(const std::string& name) {
     loader.next_batch(t.inputs.data(), t.targets.data(), B);
     auto value = [&](const std::string& tensor, size_t i = 0) {
         const TensorView* view = golden.find(tensor);
-        if (!view || view->dtype != "F64" || (i + 1) * 8 > view->bytes)
-            fail("%s: no %s[%zu] in fp64", path.c_str(), tensor.c_str(), i);
+        if (!view || view->dtype != "F64" || (i + 1) * 8 > view->bytes) fail("%s: no %s[%zu] in fp64", path, tensor, i);
         double x;
         std::memcpy(&x, static_cast<const char*>(view->data) + i * 8, 8);
         return x;
@@ -558,7 +556,7 @@ void check_golden(const std::string& name) {
         double sum = 0;
         for (size_t i = 0; i < spec.size; i++) sum += double(float(params[spec.offset + i]));
         if (!(std::fabs(sum - value("param_sum." + spec.name)) <= 1e-9 * double(spec.size)))
-            fail("%s was made from other parameters (%s differs): make goldens", path.c_str(), spec.name.c_str());
+            fail("%s was made from other parameters (%s differs): make goldens", path, spec.name);
     }
     std::vector<float> logits;
     CHECK_NEAR(t.step_loss(true, &logits), value("loss"), limit * std::fabs(value("loss")));

@@ -219,7 +219,7 @@ PROGRAM_TEST(export_writes_a_model_card) {
           format_text(
               "- training: 3 steps, 512 tokens; loss of the last 3 steps %.4f nats a token; validation loss %.4f", mean,
               logged(out, "val_loss").back())})
-        if (!holds(card, text)) check_failed(__FILE__, __LINE__, "no '%s' in %s", text.c_str(), card.c_str());
+        if (!holds(card, text)) check_failed(__FILE__, __LINE__, "no '%s' in %s", text, card);
     CHECK(!holds(card, folder.path));
     REQUIRE_GOOD(run("--resume @/run --steps=4 --allow-new-data --data @/more.bin"));
     REQUIRE_GOOD(run("export --from @/run --out @/new"));

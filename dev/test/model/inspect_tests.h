@@ -214,11 +214,11 @@ TEST(worked_example_is_right_and_is_what_the_model_card_quotes) {
          {row("p, head 0", p0), row("p, head 1", p1), row("p_slc, head 0", importance(p0)),
           row("p_slc, head 1", importance(p1)), row("p_slc", importance(both)), std::string("\nI = { 0 2 4 5 }\n"),
           std::string("of these blocks: 0 1 4 5 8 9 10 11\n"), std::string("\n  token  9: 0 2 3 4\n")})
-        if (text.find(line) == std::string::npos) check_failed(__FILE__, __LINE__, "no line %s", line.c_str());
+        if (text.find(line) == std::string::npos) check_failed(__FILE__, __LINE__, "no line %s", line);
     CHECK(importance(both) == std::vector<double>({6, 9, 16, 14, 13, 6}));
     tests().checks++;
     if (read_file("dev/MODEL.md").find("\n```\n" + text + "```\n") == std::string::npos)
-        check_failed(__FILE__, __LINE__, "dev/MODEL.md does not quote this:\n%s", text.c_str());
+        check_failed(__FILE__, __LINE__, "dev/MODEL.md does not quote this:\n%s", text);
 }
 
 PROGRAM_TEST_LONG(inspect_page_in_a_browser) {

@@ -111,8 +111,8 @@ static void check_model_gradients(const std::string& options) {
             tests().checks++;
             const double found = grads[spec.offset + i], expected = (above - below) / (2 * step);
             if (!(std::fabs(found - expected) <= 1e-9 + 1e-6 * std::fabs(expected)))
-                check_failed(__FILE__, __LINE__, "%s, %s[%zu]: gradient %.10g, finite difference %.10g",
-                             options.c_str(), spec.name.c_str(), i, found, expected);
+                check_failed(__FILE__, __LINE__, "%s, %s[%zu]: gradient %.10g, finite difference %.10g", options,
+                             spec.name, i, found, expected);
         }
     CHECK(flipped * 8 <= 3 * t.model.table.specs.size());
 }
@@ -168,7 +168,7 @@ TEST(every_weight_gets_a_gradient) {
             const size_t width = size_t(spec.columns ? spec.columns : 1);
             tests().checks++;
             if (!(t.squared_gradient(spec.offset + row * width, width) > 0))
-                check_failed(__FILE__, __LINE__, "%s: row %zu has no gradient", spec.name.c_str(), row);
+                check_failed(__FILE__, __LINE__, "%s: row %zu has no gradient", spec.name, row);
         }
 }
 
@@ -180,7 +180,7 @@ TEST(standard_initialisation_leaves_only_phi_fc1_silent) {
         const double square = t.squared_gradient(spec.offset, spec.size);
         tests().checks++;
         if (holds(spec.name, "phi_", "fc1") ? square != 0 : !(square > 0))
-            check_failed(__FILE__, __LINE__, "%s: squared gradient %g", spec.name.c_str(), square);
+            check_failed(__FILE__, __LINE__, "%s: squared gradient %g", spec.name, square);
     }
 }
 

@@ -124,7 +124,7 @@ struct MuonCase {
         const double limit = std::min(0.25, 8 * u * std::sqrt(1 + growth / std::pow(norm_of(expected), 2)));
         tests().checks++;
         if (!(error <= limit))
-            check_failed(__FILE__, __LINE__, "%s: relative error %.3g, limit %.3g", t.name.c_str(), error, limit);
+            check_failed(__FILE__, __LINE__, "%s: relative error %.3g, limit %.3g", t.name, error, limit);
         if (std::getenv("TEST_SHOW_ERRORS")) std::printf("    %-40s %.2e of %.2e\n", t.name.c_str(), error, limit);
         // U V^T: in its singular directions the update is near 1, whatever the gradient was there.
         for (size_t k = 0; k < svd.n; k++) {
@@ -132,8 +132,8 @@ struct MuonCase {
             if (svd.s[k] < 0.0016 * norm) continue;
             tests().checks++;
             if (!(value > 0.87 - 2 * limit && value < 1.13 + 2 * limit))
-                check_failed(__FILE__, __LINE__, "%s: singular value %zu, %.2g of the norm, became %.3f",
-                             t.name.c_str(), k, svd.s[k] / norm, value);
+                check_failed(__FILE__, __LINE__, "%s: singular value %zu, %.2g of the norm, became %.3f", t.name, k,
+                             svd.s[k] / norm, value);
         }
     }
 };

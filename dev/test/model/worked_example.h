@@ -52,7 +52,7 @@ struct WorkedExample {
 };
 
 inline std::string worked_row(const std::string& label, const std::vector<double>& values, const char* format) {
-    std::string line = format_text("%-18s", label.c_str());
+    std::string line = format_text("%-18s", label);
     for (const double x : values) line += format_text(format, x);
     return line + "\n";
 }
@@ -85,8 +85,8 @@ std::string worked_overlaps(const WorkedExample& e) {
             if (importance[size_t(j)] > 0)
                 terms += format_text("%s%g p[%d]", terms.empty() ? "" : " + ", importance[size_t(j)], i);
         }
-        text += format_text("  block %d, tokens %2d %2d: %s\n", j, j * e.s.slc_block, (j + 1) * e.s.slc_block - 1,
-                            terms.c_str());
+        text +=
+            format_text("  block %d, tokens %2d %2d: %s\n", j, j * e.s.slc_block, (j + 1) * e.s.slc_block - 1, terms);
     }
     return text;
 }
@@ -127,12 +127,12 @@ std::string worked_example() {
     text += format_text(
         "\nEq. 11: %d blocks: the first, the last two, and the best of the others.\n"
         "I = { %s }\nEq. 12: the query reads the tokens of these blocks:",
-        s.slc_count, worked_list(e.chosen(t)).c_str());
+        s.slc_count, worked_list(e.chosen(t)));
     for (const int block : e.chosen(t))
         for (int key = block * s.slc_block; key < (block + 1) * s.slc_block && key <= t; key++)
             text += " " + std::to_string(key);
     text += "\n\nThe blocks of every query: up to n of them are all taken.\n";
     for (int query = 0; query < s.T; query++)
-        text += format_text("  token %2d: %s\n", query, worked_list(e.chosen(query)).c_str());
+        text += format_text("  token %2d: %s\n", query, worked_list(e.chosen(query)));
     return text;
 }

@@ -486,7 +486,7 @@ void check_array(const char* file, int line, const char* what, const real* found
     }
     if (!(worst_ratio <= 1))
         check_failed(file, line, "%s%s is %.9g, expected %.9g, off by %.3g, limit %.3g", what,
-                     index_text(worst, dimensions).c_str(), double(found[worst]), expected[worst].value,
+                     index_text(worst, dimensions), double(found[worst]), expected[worst].value,
                      std::fabs(double(found[worst]) - expected[worst].value), expected[worst].error);
 }
 // found: a Buffer; expected: Numbers, whose errors are the limits; then, if you like, the dimensions, which make the
@@ -501,7 +501,7 @@ void check_same_bits(const char* file, int line, const char* what, const T* a, c
     for (size_t i = 0; i < count; i++)
         if (std::memcmp(a + i, b + i, sizeof(T)))
             return check_failed(file, line, "%s%s differs: %.9g and %.9g, the same bits were expected", what,
-                                index_text(i, dimensions).c_str(), double(a[i]), double(b[i]));
+                                index_text(i, dimensions), double(a[i]), double(b[i]));
 }
 #define CHECK_SAME_BITS(a, b, count, ...) \
     check_same_bits(__FILE__, __LINE__, #a, a, b, count, std::vector<int>{__VA_ARGS__})
@@ -571,8 +571,7 @@ void check_gradient(const char* file, int line, const char* what, double* x, con
         tests().checks++;
         if (!(std::fabs(found - expected) <= limit))
             check_failed(file, line, "gradient of %s %s: %.12g, finite differences %.12g, off by %.3g, limit %.3g",
-                         what,
-                         probe < 3 ? "along a random direction" : ("at " + index_text(size_t(coordinate), {})).c_str(),
+                         what, probe < 3 ? "along a random direction" : ("at " + index_text(size_t(coordinate), {})),
                          found, expected, std::fabs(found - expected), limit);
     }
 }

@@ -14,7 +14,7 @@ inline Complain into(Lines& lines) {
     return [&lines](const std::string& line) { lines.push_back(line); };
 }
 inline Complain no_complaint() {
-    return [](const std::string& line) { check_failed(__FILE__, __LINE__, "complaint: %s", line.c_str()); };
+    return [](const std::string& line) { check_failed(__FILE__, __LINE__, "complaint: %s", line); };
 }
 
 inline std::string bytes_of(size_t n, uint64_t seed) {
@@ -59,7 +59,7 @@ inline bool is_intact(const std::string& folder) {
 inline void make_unremovable(const std::string& folder) {
     const int here = ::open(".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     const std::string name(250, 'd');
-    if (here < 0 || chdir(folder.c_str()) != 0) fail("cannot enter %s", folder.c_str());
+    if (here < 0 || chdir(folder.c_str()) != 0) fail("cannot enter %s", folder);
     for (int i = 0; i < 20; i++)
         if (mkdir(name.c_str(), 0777) != 0 || chdir(name.c_str()) != 0) fail("cannot make folder %d", i);
     if (fchdir(here) != 0) fail("cannot go back");
@@ -348,7 +348,7 @@ TEST(checkpoint_retention_against_an_oracle) {
             intact_seen = intact_seen || i->second;
             if (keep == 0 || newer < keep || (keep_every && i->first % keep_every == 0) || newest_intact ||
                 i->first == best)
-                expected.insert(format_text("step_%08lld", (long long)i->first));
+                expected.insert(format_text("step_%08lld", i->first));
         }
         Lines lines;
         remove_old_checkpoints(folder.path, keep, keep_every, into(lines));

@@ -252,22 +252,22 @@ inline std::string refusal_fault(const Result& r, int status, const Words& expec
 }
 
 // The words are those that make the case; __VA_ARGS__: what the line must name.
-#define CHECK_REFUSED(result, status, ...)                                                        \
-    do {                                                                                          \
-        tests().checks++;                                                                         \
-        const std::string fault_ = program::refusal_fault(result, status, {__VA_ARGS__});         \
-        if (!fault_.empty()) check_failed(__FILE__, __LINE__, "%s: %s", #result, fault_.c_str()); \
+#define CHECK_REFUSED(result, status, ...)                                                \
+    do {                                                                                  \
+        tests().checks++;                                                                 \
+        const std::string fault_ = program::refusal_fault(result, status, {__VA_ARGS__}); \
+        if (!fault_.empty()) check_failed(__FILE__, __LINE__, "%s: %s", #result, fault_); \
     } while (0)
 
 // It ended well and had nothing to complain about.
-#define REQUIRE_GOOD(result)                                                                                 \
-    do {                                                                                                     \
-        tests().checks++;                                                                                    \
-        const program::Result& result_ = (result);                                                           \
-        if (result_.status != 0 || !result_.err.empty()) {                                                   \
-            check_failed(__FILE__, __LINE__, "status %d, stderr '%s'", result_.status, result_.err.c_str()); \
-            throw TestAbort();                                                                               \
-        }                                                                                                    \
+#define REQUIRE_GOOD(result)                                                                         \
+    do {                                                                                             \
+        tests().checks++;                                                                            \
+        const program::Result& result_ = (result);                                                   \
+        if (result_.status != 0 || !result_.err.empty()) {                                           \
+            check_failed(__FILE__, __LINE__, "status %d, stderr '%s'", result_.status, result_.err); \
+            throw TestAbort();                                                                       \
+        }                                                                                            \
     } while (0)
 
 // A value of each option that it accepts; text options get a word.
@@ -362,7 +362,7 @@ struct InFolder {
             if (file_exists(file("refused"))) fault += "; a run was begun";
             for (const std::string& word : c.command.words) command += word + " ";
             tests().checks++;
-            if (!fault.empty()) check_failed(__FILE__, __LINE__, "%s: %s", command.c_str(), fault.c_str());
+            if (!fault.empty()) check_failed(__FILE__, __LINE__, "%s: %s", command, fault);
         }
     }
 };
@@ -417,7 +417,7 @@ constexpr const char* OPTIMIZER = "optimizer_00000-of-00001.safetensors";
 inline void replace_in_file(const std::string& file, const std::string& old, const std::string& now) {
     std::string text = read_file(file);
     const size_t at = text.find(old);
-    if (at == std::string::npos) fail("%s does not hold %s", file.c_str(), old.c_str());
+    if (at == std::string::npos) fail("%s does not hold %s", file, old);
     write_file(file, text.replace(at, old.size(), now));
 }
 
@@ -425,7 +425,7 @@ inline void replace_in_file(const std::string& file, const std::string& old, con
 inline std::string with_json_value(std::string text, const std::string& key, const std::string& value) {
     const std::string quoted = "\"" + key + "\": ";
     const size_t at = text.find(quoted);
-    if (at == std::string::npos) fail("no key %s in %s", key.c_str(), text.c_str());
+    if (at == std::string::npos) fail("no key %s in %s", key, text);
     const size_t begin = at + quoted.size(),
                  end = text[begin] == '[' ? text.find(']', begin) + 1 : text.find_first_of(",}\n", begin);
     return text.replace(begin, end - begin, value);
@@ -441,7 +441,7 @@ inline std::vector<std::string> lines_of(const std::string& text) {
 // The line's rest behind the words.
 inline std::string behind(const std::string& text, const std::string& words) {
     const size_t at = text.find(words);
-    if (at == std::string::npos) fail("no '%s' in '%s'", words.c_str(), text.c_str());
+    if (at == std::string::npos) fail("no '%s' in '%s'", words, text);
     return text.substr(at + words.size(), text.find('\n', at) - at - words.size());
 }
 
@@ -550,10 +550,9 @@ inline size_t check_tensors(const RawFile& raw, const std::map<std::string, std:
     for (const auto& [name, shape] : expected) {
         const auto found = raw.tensors.find(prefix + name);
         tests().checks++;
-        if (found == raw.tensors.end())
-            check_failed(__FILE__, __LINE__, "tensor %s%s is missing", prefix.c_str(), name.c_str());
+        if (found == raw.tensors.end()) check_failed(__FILE__, __LINE__, "tensor %s%s is missing", prefix, name);
         else if (found->second.dtype != "F32" || found->second.shape != shape)
-            check_failed(__FILE__, __LINE__, "tensor %s%s has another type or shape", prefix.c_str(), name.c_str());
+            check_failed(__FILE__, __LINE__, "tensor %s%s has another type or shape", prefix, name);
     }
     return expected.size();
 }
@@ -661,7 +660,7 @@ struct Running {
             for (std::string line; std::getline(mapped, line);)
                 if (holds(line, file)) return pid_t(std::stol(name));
         }
-        fail("no process keeps %s open", file.c_str());
+        fail("no process keeps %s open", file);
     }
     Result end(double seconds) {
         Result result;

@@ -34,7 +34,7 @@ inline std::string training(int step, double time, const char* loss, double spee
                loss, loss, skipped ? "true" : "false", speed, step * 100, 50 + step);
 }
 inline std::string sample(int step, double time, const std::string& text) {
-    return line_begin(step, time) + format_text(",\"sample\":%s}\n", json_quote(text).c_str());
+    return line_begin(step, time) + format_text(",\"sample\":%s}\n", json_quote(text));
 }
 
 // Four steps, of which a resume did the last two after an hour's pause, and a sample.

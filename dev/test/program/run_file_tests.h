@@ -24,7 +24,7 @@ PROGRAM_TEST(run_writes_the_tensors_of_the_design) {
         std::map<std::string, std::vector<int64_t>> rows;
         for (const auto& [tensor, shape] : c.tensors) {
             const int64_t count = shape.size() == 2 ? shape[0] * shape[1] : shape[0];
-            rows[format_text("%s[0:%lld]", tensor.c_str(), (long long)count)] = {count};
+            rows[format_text("%s[0:%lld]", tensor, count)] = {count};
         }
         CHECK_EQUAL(moments.tensors.size(), check_tensors(moments, rows, "m.") + check_tensors(moments, rows, "v."));
         bool moved = false, right = true;
@@ -101,7 +101,7 @@ PROGRAM_TEST(run_logs_have_the_promised_form) {
             // %.6e of the schedule: linear, warm-up over two steps
             CHECK_NEAR(std::stod(m[3]), s <= 2 ? 0.01 * s / 2 : 0.01 * (0.1 + 0.9 * (1 - (s - 2) / 4.0)), 1e-8);
         } else {
-            check_failed(__FILE__, __LINE__, "main.log: '%s'", line.c_str());
+            check_failed(__FILE__, __LINE__, "main.log: '%s'", line);
         }
     }
     CHECK(lines == 4 + 6 && val_loss.size() == 4 && train_loss.size() == 6);
@@ -358,7 +358,7 @@ PROGRAM_TEST(run_dump_state_holds_what_it_promises) {
         CHECK(config.integer("layers", "") == L && config.string("attention", "") == attention);
         CHECK(holds(dump.metadata.at("options"), "--init random") && dump.metadata.at("precision") == "fp32");
         for (int64_t layer = 0; layer < L && nsa; layer++) {
-            const RawTensor& t = dump.tensors.at(format_text("layers.%lld.selection", (long long)layer));
+            const RawTensor& t = dump.tensors.at(format_text("layers.%lld.selection", layer));
             CHECK(t.dtype == "U8" && t.shape == (std::vector<int64_t>{B, groups, T, blocks}));
             REQUIRE(t.bytes.size() == size_t(B * groups * T * blocks));
             for (int64_t row = 0; row < B * groups * T; row++) {

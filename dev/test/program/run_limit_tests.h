@@ -13,11 +13,11 @@ inline std::string limit_fault(const Result& r, const Words& one_of) {
         std::any_of(one_of.begin(), one_of.end(), [&](const std::string& word) { return holds(r.err, word); });
     return refusal_fault(r, 1, {}) + (named ? "" : "the line names nothing: '" + r.err + "'");
 }
-#define CHECK_LIMITED(result, ...)                                                                \
-    do {                                                                                          \
-        tests().checks++;                                                                         \
-        const std::string fault_ = program::limit_fault(result, {__VA_ARGS__});                   \
-        if (!fault_.empty()) check_failed(__FILE__, __LINE__, "%s: %s", #result, fault_.c_str()); \
+#define CHECK_LIMITED(result, ...)                                                        \
+    do {                                                                                  \
+        tests().checks++;                                                                 \
+        const std::string fault_ = program::limit_fault(result, {__VA_ARGS__});           \
+        if (!fault_.empty()) check_failed(__FILE__, __LINE__, "%s: %s", #result, fault_); \
     } while (0)
 
 }  // namespace program

@@ -64,7 +64,7 @@ inline std::string play(const Scenario& s, const std::vector<Part>& starts, cons
         const Words alone = joined({path()}, small_words(options)),
                     launcher = {mpirun, "-np", std::to_string(start.ranks)};
         const Result r = execute(start.ranks == 1 ? alone : joined(launcher, alone));
-        if (r.status != 0) fail("%s, to step %s: status %d, %s", s.name, start.steps, r.status, r.err.c_str());
+        if (r.status != 0) fail("%s, to step %s: status %d, %s", s.name, start.steps, r.status, r.err);
         printed = r.out;
     }
     return printed;
@@ -80,7 +80,7 @@ struct Stage {
         std::string words;
         for (const Part& start : s.whole)
             for (const std::string& word : words_of(merged(s.common, start.more)))
-                words += format_text("%d ranks to %s %s ", start.ranks, start.steps, word.c_str());
+                words += format_text("%d ranks to %s %s ", start.ranks, start.steps, word);
         const auto [found, is_new] = wholes.emplace(words, folder.file("whole" + std::to_string(wholes.size())));
         if (is_new) play(s, s.whole, found->second, mpirun);
         return found->second;
@@ -90,9 +90,7 @@ struct Stage {
 inline void check(Stage& stage, const Scenario& s) {
     const std::string whole = stage.find_whole(s), parts = stage.folder.file("parts");
     const std::string printed = play(s, s.parts, parts, stage.mpirun);
-    const auto fault = [&](const std::string& what) {
-        check_failed(__FILE__, __LINE__, "%s: %s", s.name, what.c_str());
-    };
+    const auto fault = [&](const std::string& what) { check_failed(__FILE__, __LINE__, "%s: %s", s.name, what); };
     tests().checks++;
     if (!holds(printed, s.says)) fault(std::string("does not say ") + s.says);
     for (const char* field : {"lr", "epoch", "tokens"})

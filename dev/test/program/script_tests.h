@@ -29,8 +29,7 @@ PROGRAM_TEST(run_scripts_have_help) {
             start);
         tests().checks++;
         if (r.status != 0 || r.out.size() < 60 || !r.err.empty() || !helps.insert(r.out).second)
-            check_failed(__FILE__, __LINE__, "%s --help: status %d, '%s', stderr '%s'", script.c_str(), r.status,
-                         r.out.c_str(), r.err.c_str());
+            check_failed(__FILE__, __LINE__, "%s --help: status %d, '%s', stderr '%s'", script, r.status, r.out, r.err);
     }
     CHECK(std::filesystem::is_empty(folder.path));
 }
@@ -186,7 +185,7 @@ TEST(documents_have_no_dead_links) {
                 while (title != end && "#" + anchor_of(title->str(2)) != at->str(2)) ++title;
                 found = title != end;
             }
-            if (!found) check_failed(__FILE__, __LINE__, "%s: dead link %s", document.c_str(), at->str().c_str());
+            if (!found) check_failed(__FILE__, __LINE__, "%s: dead link %s", document, at->str());
         }
     }
     CHECK(links >= 100);

@@ -1,4 +1,4 @@
-// util_tests.h: the random numbers against published vectors, limits of control groups, why there is no GPU.
+// util_tests.h: random numbers against published vectors, messages, limits of control groups, why there is no GPU.
 #pragma once
 #include <filesystem>
 
@@ -131,4 +131,49 @@ TEST(no_gpu_has_its_own_reason_and_remedy) {
     search.driver_too_old = false;
     search.error = "no CUDA-capable device is detected";
     CHECK(holds(why_no_gpu(search), "CUDA finds no GPU: no CUDA-capable device is detected"));
+}
+
+// What a call of printf's kind has at text[at], behind its bracket: conversions of its format, and values; {-1, -1}
+// where the format is no literal.
+inline std::pair<int, int> count_conversions(const std::string& text, size_t at) {
+    std::string format;
+    const auto skip_blanks = [&] { at = text.find_first_not_of(" \n", at); };
+    const auto take_literal = [&] {
+        const size_t begin = at++;
+        for (; text[at] != text[begin]; at++) at += text[at] == '\\';
+        return text.substr(begin, ++at - begin);
+    };
+    for (skip_blanks(); text[at] == '"'; skip_blanks()) format += take_literal();
+    if (format.empty() || (text[at] != ',' && text[at] != ')')) return {-1, -1};
+    int conversions = 0, values = 0, depth = 0;
+    for (size_t i = format.find('%'); i != std::string::npos; i = format.find('%', i + 1))
+        if (format[i + 1] == '%') i++;
+        else conversions++;
+    while (depth > 0 || text[at] != ')') {
+        if (text[at] == '"' || (text[at] == '\'' && !std::isalnum(text[at - 1]))) {
+            take_literal();
+            continue;
+        }
+        values += depth == 0 && text[at] == ',';
+        depth += std::strchr("([{", text[at]) != nullptr;
+        depth -= std::strchr(")]}", text[at]) != nullptr;
+        at++;
+    }
+    return {conversions, values};
+}
+TEST(messages_have_a_value_for_each_conversion) {
+    for (const char* pattern : {"*.cu", "*.cuh", "*.h", "lib/*/*.h", "lib/*/*.cuh", "lib/*/*.cpp"})
+        for (const std::string& file : glob_files(pattern)) {
+            const std::string text = read_file(file);
+            for (const std::string call : {"fail(", "fail_usage(", "format_text(", "complain(", "print("})
+                for (size_t at = text.find(call); at != std::string::npos; at = text.find(call, at + 1)) {
+                    if (std::isalnum(text[at - 1]) || std::strchr("_:.>", text[at - 1])) continue;
+                    const auto [conversions, values] = count_conversions(text, at + call.size());
+                    const bool is_text = call == "complain(" && values == 0;  // a line as it is
+                    if (conversions != values && !is_text)
+                        check_failed(file.c_str(), int(std::count(text.begin(), text.begin() + int64_t(at), '\n')) + 1,
+                                     "%d conversions and %d values", conversions, values);
+                    tests().checks++;
+                }
+        }
 }

@@ -139,7 +139,7 @@ inline void check_line(const Ended& e, int status, const std::vector<std::string
     for (const std::string& w : words) ok = ok && holds(e.err, w);
     if (!ok)
         check_failed(__FILE__, __LINE__, "status %d, '%s'; expected status %d and one line with '%s' ...", e.status,
-                     e.err.c_str(), status, words[0].c_str());
+                     e.err, status, words[0]);
 }
 
 // In a rank: a check that fails is printed, and the rank ends.

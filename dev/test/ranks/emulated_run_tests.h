@@ -22,7 +22,7 @@ inline bool find_program(InFolder& in, const char* what) {
     in.binary = std::filesystem::absolute(TEXT_OF_VALUE(BUILD_FOLDER) "/train_nsa_emulated").string();
     if (!in.find_ranks(what)) return false;
     if (file_exists(in.binary)) return true;
-    return skip(format_text("%s: %s is not built; make test builds it", what, in.binary.c_str())), false;
+    return skip(format_text("%s: %s is not built; make test builds it", what, in.binary)), false;
 }
 // The smallest model that the tensor-core kernels take; a step of four samples.
 const std::string SMALL_ON_GPU =

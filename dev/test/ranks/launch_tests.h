@@ -43,7 +43,7 @@ inline void check_one_line(const std::vector<Result>& results, int status, const
     }
     CHECK_EQUAL(lines_of(err).size(), 1u);
     for (const std::string& word : expected)
-        if (!holds(err, word)) check_failed(__FILE__, __LINE__, "'%s' is missing in '%s'", word.c_str(), err.c_str());
+        if (!holds(err, word)) check_failed(__FILE__, __LINE__, "'%s' is missing in '%s'", word, err);
 }
 
 }  // namespace launches
