@@ -6,7 +6,7 @@ run's losses are from them.
     torch_train.py RUN FIRST
 
 RUN is the run, of --attention full with as many --kv-groups as heads; FIRST the checkpoint, such as that of a step with
---lr 0 under the same --seed. On a GPU the model is compiled. Needs PyTorch and NumPy.
+--lr 0 under the same --seed; none: weights of its own, beside any run. On a GPU the model is compiled. Needs PyTorch and NumPy.
 """
 import argparse
 import array
@@ -112,7 +112,8 @@ def main():
     torch.set_float32_matmul_precision("high")
     torch.set_num_threads(1)  # of the CPU: tiny models, beside other work
     model = make_dense(VOCABULARY[o["tokenizer"]], o["layers"], o["dim"], o["mlp_hidden"], o["heads"])
-    load_weights(model, a.first)
+    if a.first != "none":
+        load_weights(model, a.first)
     model = model.to(device)
     T = o["seq_len"]
     rotation = rotation_of(T, o["dim"] // o["heads"], device, float(o["rope_base"]))
@@ -142,7 +143,8 @@ def main():
         differences[step] = abs(float(losses[str(step)]) - total.item())
         print(f"step {step} loss {total.item():.6f} seconds {time.perf_counter() - begin:.3f}", flush=True)
     worst = max(difference for step, difference in differences.items() if step % min(100, o["steps"]) == 0)
-    print(f"largest difference between full attention and PyTorch at every 100th step: {worst:.4f}")
+    if a.first != "none":
+        print(f"largest difference between full attention and PyTorch at every 100th step: {worst:.4f}")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@
 
 SHARDS are GPT-2's tokens of any text: train_nsa tokenize --in TEXT --out SHARDS/text --tokenizer gpt2 --vocab-dir GPT2.
 
-    main    the model at T = 2048: one epoch, validation, samples, choices, a report
+    main    the model at T = 2048: one epoch, validation, a sample, choices, a report, ten more steps, an export
+    dense   PyTorch's dense model on the same batches for as many steps
     floor   the best n-gram of the long documents; no GPU, minutes and 10 GB, so before the others
     a       parity of full attention with PyTorch on the same batches, then the setting's arms, as far as there is time
     b       the rest of the arms; then, of all that is there, the tables and what was decided before
@@ -15,21 +16,24 @@ SHARDS are GPT-2's tokens of any text: train_nsa tokenize --in TEXT --out SHARDS
 """
 import glob
 import json
+import math
 import os
 import pathlib
 import subprocess
 import sys
 import time
+from statistics import fmean as mean
+from statistics import median, stdev
 
 from ngram import HEADER, WIDTH
 from run import HERE, SEED_OF_RATE, SEEDS, Arm, Results, command_line, parse, read_setting
-from table import with_each
+from table import print_table, with_each
 
 ROOT = os.path.abspath(f"{HERE}/../../..")
-PARTS = ["main", "floor", "a", "b"]
+PARTS = ["main", "dense", "floor", "a", "b"]
 ARMS = {"N": "nsa", "F": "full+kv-groups=12", "H": "alternating+kv-groups=12+window=512",
-        "C": "nsa+slc-count=3+window=1384", "W": "window"}
-PARITY_TOKENS = 15_000_000
+        "C": "nsa+slc-count=3+window=1384", "A": "interleaved", "W": "window"}
+PARITY_TOKENS, PARITY = 15_000_000, 0.01  # nats, at every 100th step
 TINY = {"dim": 24, "head-dim": 2, "mlp-hidden": 96, "layers": 4, "phi-hidden": 8, "tokenizer": "bytes", "seq-len": 256}
 
 
@@ -95,6 +99,11 @@ class Job:
         if self.a.choices:
             self.step("eval", "eval", *there, "--hellaswag", self.a.choices)
         self.step("report", "report", "--from", run, "--html", f"{self.a.out}/main.html")
+        self.step("export", "export", "--from", run, "--out", f"{self.a.out}/main_export")
+        self.step("resume", "--resume", run, "--steps", str(steps + 10))
+
+    def part_dense(self):
+        self.step("dense", "dev/bench/torch_train.py", f"{self.a.out}/main", "none")
 
     def make_long_documents(self):
         T = self.setting["model"]["seq-len"]
@@ -138,28 +147,77 @@ class Job:
     def part_b(self):
         self.run_arms()
         subprocess.run([sys.executable, f"{HERE}/table.py", "--results", f"{self.a.out}/results"])
-        parity = pathlib.Path(f"{self.a.out}/parity_torch.txt")
-        print(parity.read_text().splitlines()[-1] if parity.exists() else "Parity with PyTorch was not tried.")
-        print("Where that is not at most 0.01, nothing here is to be reported.")
         self.judge()
 
     def judge(self):
-        """Beside each figure what it was decided to mean before any of it was run."""
-        def compare(one, other, figure, meaning):
-            found = [[figure(run) for run in runs if run["arm"] == ARMS[name]] for name in (one, other)]
-            less = [a - b for a, b in zip(*found)]
-            if less:
-                print(f"{one} - {other}: {with_each(less, '+.4f')}: {meaning}")
-
+        """What was decided before any of it was run, beside the figures."""
+        path, self.torch_rate = pathlib.Path(f"{self.a.out}/parity_torch.txt"), None
+        if not path.exists():
+            print("Parity with PyTorch was not tried: nothing of this is to be reported.\n")
+        else:
+            *lines, last = path.read_text().splitlines()
+            seconds = median(float(line.split()[-1]) for line in lines if line.startswith("step "))
+            self.torch_rate = self.setting["training"]["total-batch"] / seconds
+            print(f"PyTorch's dense model: {self.torch_rate:.0f} tokens/s; {last}")
+            if float(last.split()[-1]) > PARITY and not self.a.dry_run:
+                return print(f"That is more than {PARITY}, so nothing else is reported.")
         runs = [run for run in Results(f"{self.a.out}/results").of_runs() if run["seed"] in SEEDS]
-        loss, last = lambda run: run["held_out_loss"], lambda run: run["curve"][-1][1]
-        compare("N", "F", loss, "NSA learns less if above +0.02 with both seeds")
-        compare("N", "F", last, "the last training loss: NSA has reached full attention's if not above 0")
-        compare("N", "C", loss, "choosing buys no more than as many near keys if within 0.005")
-        compare("H", "N", loss, "windows and full attention are as good if not above 0")
-        for window in "HW":
-            compare(window, "F", lambda run: run["by_position"][-1][2], "beyond half of the length: the data says "
-                    "nothing about reach if neither H nor W has three times what seeds differ by")
+        arms = {name: [run for run in runs if run["arm"] == arm] for name, arm in ARMS.items()}
+        self.print_costs({name: found for name, found in arms.items() if found})
+        less = {one + other: self.print_difference(one, other, arms) for one, other in ["NF", "NC", "HN", "AN"]}
+        if less["NF"]:
+            says("N - F is above +0.02 with both seeds", min(less["NF"]) > 0.02)
+            self.print_clock(arms["N"][0], arms["F"][0])
+        if less["NC"]:
+            says("|N - C| is below 0.005: choosing buys no more than as many near keys", abs(mean(less["NC"])) < 0.005)
+        if less["HN"]:
+            says("H is at or below N", mean(less["HN"]) <= 0)
+        far = {name: [between(run, self.ranges()[-1]) for run in found] for name, found in arms.items() if found}
+        if "F" in far and {"H", "W"} & far.keys():
+            spread = max(max(losses) - min(losses) for losses in far.values())
+            ahead = max(mean(far[name]) - mean(far["F"]) for name in "HW" if name in far)
+            says(f"F beats H or W beyond half of the length, by {ahead:+.4f}, by three times what seeds differ by, "
+                 f"{spread:.4f}; where it does not, the data says nothing about reach", ahead > 3 * spread)
+
+    def ranges(self):
+        T = self.setting["model"]["seq-len"]
+        return [(0, T // 16), (T // 16, T // 4), (T // 4, T // 2), (T // 2, T)]
+
+    def print_costs(self, arms):
+        print_table(["arm, rate", "seconds", "tokens/s", "GiB"] + [f"{low + 1}..{high}" for low, high in self.ranges()],
+                    [[f"{name}: `{ARMS[name]}`, {runs[0]['rate']:g}", f"{mean(run['seconds'] for run in runs):.0f}",
+                      f"{mean(run['tokens'] / max(run['seconds'], 0.1) for run in runs):.0f}, "
+                      f"{runs[0]['jobs']} at a time", f"{max(run['mib'] for run in runs) / 1024:.1f}",
+                      *(f"{mean(between(run, part) for run in runs):.3f}" for part in self.ranges())]
+                     for name, runs in arms.items()])
+
+    def print_difference(self, one, other, arms):
+        """Of each seed that both have; and paired by document, with 1.96 times its standard error."""
+        both = list(zip(arms[one], arms[other]))
+        less = [a["held_out_loss"] - b["held_out_loss"] for a, b in both]
+        if both:
+            documents = [mean(parts) for parts in zip(*(
+                [x - y for x, y in zip(a["by_document"], b["by_document"])] for a, b in both))]
+            error = 1.96 * stdev(documents) / len(documents) ** 0.5 if len(documents) > 1 else math.nan
+            print(f"{one} - {other}: {with_each(less, '+.4f')}; by document {mean(documents):+.4f} +- {error:.4f}")
+        return less
+
+    def print_clock(self, nsa, full):
+        """When N's training loss reaches the one that F ends with, in seconds of each."""
+        reached = [tokens for tokens, loss in nsa["curve"] if loss <= full["curve"][-1][1]]
+        when = f"after {reached[0] / nsa['tokens'] * nsa['seconds']:.0f} s" if reached else "never"
+        theirs = f", at PyTorch's rate {full['tokens'] / self.torch_rate:.0f} s" if self.torch_rate else ""
+        print(f"N reaches the training loss that F ends with {when}; F took {full['seconds']:.0f} s{theirs}.")
+
+
+def between(run, part):
+    """The loss with more than part[0] and up to part[1] tokens in sight."""
+    found = [(loss, last - first + 1) for first, last, loss in run["by_position"] if part[0] < last <= part[1]]
+    return sum(loss * tokens for loss, tokens in found) / sum(tokens for _, tokens in found)
+
+
+def says(sentence, holds):
+    print(f"{'Yes' if holds else 'No'}: {sentence}.")
 
 
 def tokens_of(pattern):

@@ -39,6 +39,7 @@ ARMS = {
     "full": {"attention": "full"},
     "window": {"branches": "win"},
     "alternating": {"attention": "window,window,window,full"},
+    "interleaved": {"attention": "window,nsa"},
     "window+selected": {"branches": "slc,win"},
     "window+compressed": {"branches": "cmp,win"},
 }
@@ -255,7 +256,8 @@ def read_evaluation(path):
         documents = [json.loads(line) for line in file]
     ranges = zip(*(document["by_tokens_in_sight"] for document in documents))
     return {"held_out_loss": mean_of(documents), "held_out_tokens": sum(document["tokens"] for document in documents),
-            "by_position": [[parts[0]["first"], parts[0]["last"], mean_of(parts)] for parts in ranges]}
+            "by_position": [[parts[0]["first"], parts[0]["last"], mean_of(parts)] for parts in ranges],
+            "by_document": [round(document["loss"], 4) for document in documents]}
 
 
 def curve_of(steps):
@@ -308,7 +310,8 @@ class Runner:
             "name": run.name, "arm": run.arm, "rate": run.rate, "seed": run.seed, "tokens": run.tokens,
             **read_evaluation(f"{self.a.work}/{run.name}.json"),
             "parameters": arm.parameters, "keys_per_query": round(arm.keys, 1), "flops": arm.flops * run.tokens,
-            "seconds": round(sum(step["ms"] for step in steps.values()) / 1e3, 1),
+            "seconds": round(sum(step["ms"] for step in steps.values()) / 1e3, 1), "jobs": self.a.jobs,
+            "mib": max(step["peak_memory_mib"] for step in steps.values()),
             "version": start["version"], "device": start["device"],
             "options": {**arm.options, **self.setting["training"], **self.setting["machine"]},
             "curve": curve_of([steps[number] for number in sorted(steps)]),

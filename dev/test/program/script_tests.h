@@ -152,7 +152,7 @@ PROGRAM_TEST_LONG(run_rehearsal_of_125m) {
     const Words words = {"/usr/bin/env", std::filesystem::absolute("dev/bench/evidence/at_125m.py"), "--dry-run"};
     const Result r = execute(joined(words, {"--out", out, "--program", path(), "--seconds", "900"}), start);
     REQUIRE_GOOD(r);
-    for (const char* name : {"main", "eval", "sample", "report", "floor", "parity", "arms"})
+    for (const char* name : {"main", "eval", "sample", "report", "export", "resume", "floor", "parity", "arms"})
         CHECK(holds(r.out, std::string(name) + ": done after"));
 }
 
