@@ -99,4 +99,3 @@ auto start_or_fail(const char* purpose, Start start) {
              e.what());
     }
 }
-

@@ -1,5 +1,5 @@
-// program_end.h: how an error ends the program that nobody catches, and what stdout and stderr need for that. How the error
-// of a rank ends the others is in lib/run/world.h.
+// program_end.h: how an error ends the program that nobody catches, and what stdout and stderr need for that. How the
+// error of a rank ends the others is in lib/run/world.h.
 #pragma once
 #include <cstdio>
 #include <cstdlib>

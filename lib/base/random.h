@@ -1,5 +1,6 @@
-// random.h: counter-based random numbers: number i of stream s under a seed is a pure function of (seed, s, i), so weights, data
-// order, samples and rounding do not depend on how many ranks or threads there are, and there is no state to save.
+// random.h: counter-based random numbers: number i of stream s under a seed is a pure function of (seed, s, i), so
+// weights, data order, samples and rounding do not depend on how many ranks or threads there are, and there is no state
+// to save.
 // Philox 4x32-10: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011; cuRAND has it too.
 #pragma once
 #include <cmath>

@@ -168,4 +168,3 @@ inline std::string joined_words(const std::vector<std::string>& words, const cha
 }
 // "1 rank", "2 ranks".
 inline std::string counted(int64_t n, const char* noun) { return std::to_string(n) + " " + noun + (n == 1 ? "" : "s"); }
-

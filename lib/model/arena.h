@@ -3,7 +3,6 @@
 #include <string>
 #include <vector>
 
-
 // What activations are for, which decides how many there are.
 enum Mode { INFERENCE, TRAINING };
 

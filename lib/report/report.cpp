@@ -319,7 +319,8 @@ std::string make_report_text(const std::vector<RunHistory>& runs, double now, si
         }
     for (const auto& [name, values] : rows) {
         std::string line = format_text("%-16s", name);
-        for (size_t r = 0; r < runs.size(); r++) line += "  " + values[r] + std::string(widths[r] - values[r].size(), ' ');
+        for (size_t r = 0; r < runs.size(); r++)
+            line += "  " + values[r] + std::string(widths[r] - values[r].size(), ' ');
         text += without_end_spaces(line) + "\n";
     }
     return text;
