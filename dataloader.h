@@ -156,7 +156,7 @@ class DataLoader {
                 "%s: %d tokens in %s%s, the largest of %d, are too few for one sample, which needs %d in "
                 "one shard: give more text, or train with a shorter --seq-len (%d)",
                 options.name, tokens, counted(int64_t(shards), "shard"),
-                options.sets.size() > 1 ? (" of '" + options.sets[set].pattern + "'") : "", largest,
+                options.sets.size() > 1 ? " of '" + options.sets[set].pattern + "'" : "", largest,
                 options.tail ? 2 : T() + 1, options.seq_len);
         samples.push_back(n);
         total_tokens += tokens;

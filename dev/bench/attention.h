@@ -496,7 +496,7 @@ inline std::vector<AttentionRow> run_attention(Timed<Cuda>& dev, const Config& c
         if (one_sequence) print_published(rows, out);  // now, since the next length may not fit, or may not end
         all.insert(all.end(), rows.begin(), rows.end());
     }
-    print_last_ceilings(dev, format_text("attention, %lld tokens", (c.batch * c.seq_len)), ceilings, ceiling_size, out);
+    print_last_ceilings(dev, format_text("attention, %lld tokens", c.batch * c.seq_len), ceilings, ceiling_size, out);
     return all;
 }
 // Takes "--option VALUE" or "--option=VALUE" out of the words; false: there is none.

@@ -6,7 +6,8 @@ run's losses are from them.
     torch_train.py RUN FIRST
 
 RUN is the run, of --attention full with as many --kv-groups as heads; FIRST the checkpoint, such as that of a step with
---lr 0 under the same --seed; none: weights of its own, beside any run. On a GPU the model is compiled. Needs PyTorch and NumPy.
+--lr 0 under the same --seed; none: weights of its own, beside any run. On a GPU the model is compiled. Needs PyTorch
+and NumPy.
 """
 import argparse
 import array

@@ -167,4 +167,6 @@ inline std::string joined_words(const std::vector<std::string>& words, const cha
     return all;
 }
 // "1 rank", "2 ranks".
-inline std::string counted(int64_t n, const char* noun) { return std::to_string(n) + " " + noun + (n == 1 ? "" : "s"); }
+inline std::string counted(int64_t n, const std::string& noun) {
+    return std::to_string(n) + " " + noun + (n == 1 ? "" : "s");
+}

@@ -29,7 +29,7 @@ inline void require_no_shards(const std::string& prefix) {
         const std::vector<std::string> old = glob_files(glob_literal(prefix) + "_" + split + "_[0-9]*.bin");
         if (!old.empty())
             fail("--out %s: %s exists already; shards are not overwritten: remove the %s or choose another PREFIX",
-                 prefix, old[0], counted(int64_t(old.size()), format_text("%s shard", split).c_str()));
+                 prefix, old[0], counted(int64_t(old.size()), format_text("%s shard", split)));
     }
 }
 

@@ -682,7 +682,7 @@ inline void print_tokenized(const TokenizeOptions& options, const TextInputs& in
     print("tokenize: read %s, %d bytes in %.2f s, %.1f MB/s\n", counted(int64_t(inputs.files.size()), "file"),
           counts.bytes, counts.seconds, double(counts.bytes) / 1e6 / std::max(counts.seconds, 1e-9));
     print("tokenize: %s, %d bytes of text: %d tokens + %d end-of-text%s = %d tokens\n",
-          counted(int64_t(documents), "document"), counts.text_bytes, (tokens - marks), marks,
+          counted(int64_t(documents), "document"), counts.text_bytes, tokens - marks, marks,
           added ? " (one more, since validation begins inside a document)" : "", tokens);
     if (train.tokens() && val.tokens())
         print("tokenize: validation: %d of %s, drawn by --seed %d%s\n", ranges.size(),

@@ -290,7 +290,7 @@ static Config print_changed_options(const Config& c, const Json& then) {
               is_automatic(o, was) ? "auto"
               : o.real             ? format_text("%.15g", old->number_value)
                                    : printable(was),
-              reason.empty() ? "" : (": " + reason));
+              reason.empty() ? "" : ": " + reason);
         if (!is_automatic(o, was)) set_option(before, o, was);
     }
     return before;

@@ -116,7 +116,7 @@ void refuse_other_mpi(const Launch& launch, int size) {
     refuse_launch(format_text("%s has started %d processes, but this program's MPI (%.60s) sees %d: %s",
                               launch.launcher, launch.size, launch.mpi, size,
                               launch.launcher == "srun"
-                                  ? ("give srun --mpi=" + choose_pmi(launch.mpi))
+                                  ? "give srun --mpi=" + choose_pmi(launch.mpi)
                                   : "mpirun belongs to another MPI than the one it was built with; use the mpirun "
                                     "beside the mpicxx of the build"));
 }

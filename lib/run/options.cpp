@@ -214,7 +214,7 @@ Config parse_options(int argc, const char* const* argv) {
             fail_usage("--%s needs a value: %s%s", name, range_text(*o),
                        at == argc || o->choices || !(o->text || o->list)
                            ? ""
-                           : ("; one that begins with -- is given as " + option_words(name, argv[at])));
+                           : "; one that begins with -- is given as " + option_words(name, argv[at]));
         set(*o, argv[at++]);
         while (several && at < argc && std::strncmp(argv[at], "--", 2)) set(*o, argv[at++]);
     }

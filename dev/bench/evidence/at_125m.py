@@ -26,7 +26,7 @@ from statistics import fmean as mean
 from statistics import median, stdev
 
 from ngram import HEADER, WIDTH
-from run import HERE, SEED_OF_RATE, SEEDS, Arm, Results, command_line, parse, read_setting
+from run import HERE, SEED_OF_RATE, SEEDS, Arm, Results, command_line, mean_of, parse, read_setting
 from table import print_table, with_each
 
 ROOT = os.path.abspath(f"{HERE}/../../..")
@@ -212,8 +212,8 @@ class Job:
 
 def between(run, part):
     """The loss with more than part[0] and up to part[1] tokens in sight."""
-    found = [(loss, last - first + 1) for first, last, loss in run["by_position"] if part[0] < last <= part[1]]
-    return sum(loss * tokens for loss, tokens in found) / sum(tokens for _, tokens in found)
+    return mean_of([{"loss": loss, "tokens": last - first + 1} for first, last, loss in run["by_position"]
+                    if part[0] < last <= part[1]])
 
 
 def says(sentence, holds):
