@@ -6,7 +6,7 @@
                                           model selects, and times a step of two ranks; on a machine that does nothing
                                           else
 
-The files are dev/tour/selection.json and dev/tour/timeline.txt, and for speeds and losses dev/bench/gpu/h200.md and
+The files are dev/tour/selection.json and dev/tour/timeline.txt, and for speeds and losses dev/bench/gpu.md and
 dev/bench/evidence/results.
 """
 
@@ -172,13 +172,14 @@ def parameters(tour):
 
 
 def speed():
-    """Tokens a second by T, as dev/bench/gpu/h200.md has them."""
-    with open(os.path.join(HERE, "..", "bench", "gpu", "h200.md")) as file:
-        page = file.read()
-    rows = lambda what: [(int(t), int(rate)) for t, rate in re.findall(what + r" \| (\d+) \| tokens/s", page)]
+    """Tokens a second by T, as dev/bench/gpu.md has them."""
+    with open(os.path.join(HERE, "..", "bench", "gpu.md")) as file:
+        table = file.read().partition("| beside PyTorch")[2].partition("\n\n")[0]
+    rows = [[int(number) for number in row]
+            for row in re.findall(r"\| \d+ x (\d+) \| (\d+), [^|]*\|[^|]*\| (\d+), ", table)]
     lines = [
-        ("NSA, this program", rows(r"\| NSA, T=(\d+), beside PyTorch"), SLC),
-        ("dense, PyTorch", rows(r"\| PyTorch dense, torch.compile, T=(\d+)"), CMP),
+        ("NSA, this program", [(t, nsa) for t, nsa, _ in rows], SLC),
+        ("dense, PyTorch", [(t, dense) for t, _, dense in rows], CMP),
     ]
     f = Figure("speed", 800, 330, "Tokens a second that an H200 trains, by the length of the sequences")
     left, bottom, height = 80, 270, 225
