@@ -24,6 +24,7 @@ struct TestRun {
     int failed_checks = 0;             // in the running test
     long checks = 0;                   // in the running test
     std::vector<std::string> skipped;  // what was skipped, and why
+    std::string program = "train_nsa";
 };
 inline TestRun& tests() {
     static TestRun run;
@@ -150,6 +151,8 @@ inline bool choose_tests(int argc, char** argv) {
                 return false;
             }
             i++;
+        } else if (option == "--program" && value) {
+            tests().program = argv[++i];
         } else if (option == "--shard" && value && std::sscanf(value, "%zu/%zu", &shard, &shards) == 2 &&
                    shard <= shards) {
             leave_out([&](const TestCase&) { return n++ % shards != shard - 1; });
@@ -159,7 +162,7 @@ inline bool choose_tests(int argc, char** argv) {
         } else if (option != "--list") {
             std::fprintf(stderr,
                          "tests: unknown option %s; usage: tests [--list] [--only SUBSTRING] [--short | --long] "
-                         "[--shard I/N]\n",
+                         "[--shard I/N] [--program FILE]\n",
                          argv[i]);
             return false;
         }

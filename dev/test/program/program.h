@@ -67,9 +67,9 @@ struct Start {
     std::function<void(pid_t)> strike = {};
 };
 
-// ./train_nsa of the folder the tests were started in.
+// The program under test: of --program, or ./train_nsa of the folder the tests were started in.
 inline const std::string& path() {
-    static const std::string absolute = std::filesystem::absolute("train_nsa").string();
+    static const std::string absolute = std::filesystem::absolute(tests().program).string();
     return absolute;
 }
 
