@@ -11,21 +11,11 @@ import argparse
 import statistics
 import sys
 
-from needs import needs
-
-with needs("PyTorch"):
-    import torch
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.nn.functional import scaled_dot_product_attention
+from torch_step import BACKENDS, F, first_line, sdpa_kernel, torch  # it says what is missing
 
 LENGTHS = [2048, 4096, 8192, 16384, 32768, 65536]
 HEADS, HEAD_DIM, KV_HEADS = 12, 64, (2, 12)  # ours, and as many as queries
 REPETITIONS = 15
-BACKENDS = (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION))
-
-
-def first_line(error):
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def median_us(operation, sets):
@@ -59,7 +49,7 @@ def time_backend(backend, sets, grouped):
     """Microseconds forward and backward."""
 
     def forward(x):
-        x["out"] = scaled_dot_product_attention(x["q"], x["k"], x["v"], is_causal=True, enable_gqa=grouped)
+        x["out"] = F.scaled_dot_product_attention(x["q"], x["k"], x["v"], is_causal=True, enable_gqa=grouped)
 
     def backward(x):
         torch.autograd.grad(x["out"], (x["q"], x["k"], x["v"]), x["dout"], retain_graph=True)
@@ -76,15 +66,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=65536, help="sequences times their length")
     args = parser.parse_args()
-    print(
-        f"PyTorch {torch.__version__}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()},"
-        f" {torch.cuda.get_device_name()}"
-    )
-    print(
-        f"{'T':>7} {'B':>4} {'heads':>6} {'K/V':>4} {'backend':<8} {'forward us':>11} {'TFLOP/s':>9}"
-        f" {'backward us':>11} {'TFLOP/s':>9}",
-        flush=True,
-    )
+    print(f"PyTorch {torch.__version__}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()},"
+          f" {torch.cuda.get_device_name()}")
+    print(f"{'T':>7} {'B':>4} {'heads':>6} {'K/V':>4} {'backend':<8} {'forward us':>11} {'TFLOP/s':>9}"
+          f" {'backward us':>11} {'TFLOP/s':>9}", flush=True)
     missing = []
     for T in LENGTHS:
         B = args.tokens // T
@@ -99,7 +84,7 @@ def main():
                 print(f"{shape} {'all':<8} not timed: {first_line(error)}", flush=True)
                 torch.cuda.empty_cache()
                 continue
-            for name, backend in BACKENDS:
+            for name, backend in BACKENDS.items():
                 try:
                     times[name] = time_backend(backend, sets, kv_heads != HEADS)
                 except Exception as error:
@@ -107,24 +92,17 @@ def main():
                     print(f"{shape} {name:<8} not available: {first_line(error)}", flush=True)
                     continue
                 rates = [flops * HEAD_DIM * pairs / us * 1e-6 for flops, us in zip((4, 8), times[name])]
-                print(
-                    f"{shape} {name:<8} {times[name][0]:11.1f} {rates[0]:9.2f} {times[name][1]:11.1f} {rates[1]:9.2f}",
-                    flush=True,
-                )
+                print(f"{shape} {name:<8} {times[name][0]:11.1f} {rates[0]:9.2f} {times[name][1]:11.1f}"
+                      f" {rates[1]:9.2f}", flush=True)
             del sets
             torch.cuda.empty_cache()
             ran = ran or bool(times)
-            for index, direction in enumerate(("forward", "backward")):
-                if not times:
-                    continue
+            for index, direction in enumerate(("forward", "backward") if times else ()):
                 fastest = min(times, key=lambda name: times[name][index])
                 others = "".join(f"; {name} {us[index]:.1f} us" for name, us in times.items() if name != fastest)
-                print(
-                    f"result: PyTorch attention, {HEADS} heads, {kv_heads} of keys and values, {B} x {T}:"
-                    f" {direction} | {times[fastest][index]:.1f} | us | {fastest}, the fastest backend{others};"
-                    f" dimension {HEAD_DIM}, bf16, causal, median of {REPETITIONS}",
-                    flush=True,
-                )
+                print(f"result: PyTorch attention, {HEADS} heads, {kv_heads} of keys and values, {B} x {T}:"
+                      f" {direction} | {times[fastest][index]:.1f} | us | {fastest}, the fastest backend{others};"
+                      f" dimension {HEAD_DIM}, bf16, causal, median of {REPETITIONS}", flush=True)
         if not ran:
             missing.append(T)
     if missing:

@@ -132,7 +132,8 @@ def own_seconds():
 
 def time_steps(a):
     torch.manual_seed(0)
-    torch.set_num_threads(a.threads)
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(cores)
     given = {name: getattr(a, name) for name in ("layers", "dim", "heads") if getattr(a, name)}
     sizes = SIZES[a.model]._replace(**given, **({"hidden": 4 * a.dim} if a.dim else {}))
     if a.what == "nsa":
@@ -153,11 +154,10 @@ def time_steps(a):
         loss = train_step(forward, model, optimiser, tokens, context, autocast)
         if step >= 2:
             print(f"rate {name} {a.batch * a.seq_len / (time.perf_counter() - start):.1f}", flush=True)
-    cores = len(os.sched_getaffinity(0))
     others = max(0.0, busy_seconds() - busy - (own_seconds() - own)) / (time.perf_counter() - begun) / cores
     parameters = sum(p.numel() for p in model.parameters())
     print(f"# {name}: PyTorch {torch.__version__}, {parameters / 1e6:.1f}M parameters, loss {loss.item():.3f},"
-          f" {a.threads} threads, peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB,"
+          f" {cores} threads, peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB,"
           f" load of others {100 * others:.0f} %", flush=True)
 
 
@@ -194,7 +194,6 @@ def main():
         one.add_argument("--steps", type=int, default=3, help="timed steps, after two to warm up")
         one.add_argument("--compile", action="store_true", help="torch.compile the model, while it warms up")
         one.add_argument("--model", choices=list(SIZES), default="125m", help="the preset of train_nsa")
-        one.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
         for size in ("layers", "dim", "heads"):
             one.add_argument(f"--{size}", type=int, help="another number than the preset's")
     a = parser.parse_args()

@@ -38,6 +38,10 @@ WARMUP, STEPS = 8, 25  # steps that are not timed, the compilation among them; a
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
 
+def first_line(error):
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
 def say(text):
     print(f"[{time.perf_counter() - BEGIN:6.1f} s] {text}", flush=True)
 
@@ -130,31 +134,15 @@ def train_step(forward, model, optimizer, tokens, context, autocast):
     return loss
 
 
-def attention_operations(step):
-    """The attention operations that a step calls, to see that they belong to the backend that was asked for."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        step()
-        torch.cuda.synchronize()
-    return sorted(
-        {
-            event.key
-            for event in profile.key_averages()
-            if "scaled_dot_product" in event.key and "backward" not in event.key
-        }
-    )
-
-
 def time_backend(name, model, optimizer, rotation, args):
     """Seconds of each timed step, end to end on the GPU, and the last loss. Drops the other backend's graphs first."""
     torch.compiler.reset()
     compiled = torch.compile(model)
-    loss = None
     batches = torch.randint(VOCABULARY, (8, args.batch, args.seq_len + 1), device="cuda")
     ends = [torch.cuda.Event(enable_timing=True) for _ in range(STEPS + 1)]
 
-    def step(i=0):
-        nonlocal loss
-        loss = train_step(compiled, model, optimizer, batches[i % len(batches)], rotation,
+    def step(i):
+        return train_step(compiled, model, optimizer, batches[i % len(batches)], rotation,
                           torch.autocast("cuda", dtype=torch.bfloat16))
 
     with sdpa_kernel(BACKENDS[name]):
@@ -166,26 +154,18 @@ def time_backend(name, model, optimizer, rotation, args):
                 say(f"{name}: compiled, and the first step made, in {time.perf_counter() - begin:.1f} s")
         ends[0].record()
         for i in range(STEPS):
-            step(i)
+            loss = step(i)
             ends[i + 1].record()
         torch.cuda.synchronize()
         seconds = [1e-3 * before.elapsed_time(after) for before, after in zip(ends, ends[1:])]
         say(f"{name}: {STEPS} steps, {1e3 * min(seconds):.1f} to {1e3 * max(seconds):.1f} ms")
-        try:
-            say(
-                f"{name}: attention by"
-                f" {', '.join(attention_operations(step)) or 'operations that the profiler did not show'}"
-            )
-        except Exception as error:  # the profiler does not run here, or the time limit: the times are there
-            say(f"{name}: attention by operations that could not be listed: {error}")
     return seconds, loss.item()
 
 
 def rotation_of(T, D, device, base=10000.0):
     """RoPE's cosines and sines, [T, D/2] each."""
-    angle = torch.arange(T, device=device).float()[:, None] * base ** (
-        -torch.arange(0, D, 2, device=device).float() / D
-    )
+    frequency = base ** (-torch.arange(0, D, 2, device=device).float() / D)
+    angle = torch.arange(T, device=device).float()[:, None] * frequency
     return angle.cos(), angle.sin()
 
 
@@ -194,9 +174,7 @@ def main():
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--peak-tflops", type=float, default=0, help="of this GPU in dense bf16; 0: MFU n/a")
-    parser.add_argument(
-        "--limit", type=float, default=180, help="seconds from the start after which nothing more is timed"
-    )
+    parser.add_argument("--limit", type=float, default=180, help="seconds from the start after which nothing is timed")
     args = parser.parse_args()
     say(f"PyTorch {torch.__version__}, {torch.cuda.get_device_name()}")
     torch.manual_seed(0)
@@ -214,14 +192,11 @@ def main():
                 seconds, loss = time_backend(name, model, optimizer, rotation, args)
         except Exception as error:
             # This PyTorch or GPU lacks the backend, or memory or time ran out: the other one's figure stands.
-            say(f"{name}: not timed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+            say(f"{name}: not timed: {first_line(error)}")
             optimizer.zero_grad(set_to_none=True)
             continue
         rates[name] = args.batch * T / statistics.median(seconds)
-        say(
-            f"{name}: {rates[name]:.0f} tokens/s, {1e3 * statistics.median(seconds):.1f} ms a step, the median of"
-            f" {STEPS}"
-        )
+        say(f"{name}: {rates[name]:.0f} tokens/s, {1e3 * statistics.median(seconds):.1f} ms a step, the median")
     if not rates:
         print("no backend of attention ran: no figure")
         return 1
@@ -229,18 +204,12 @@ def main():
     rate = rates[fastest]
     flops = 6 * matrices + 12 * D * HEADS * LAYERS * (T + 1) / 2  # of a token
     mfu = f"{100 * rate * flops / (args.peak_tflops * 1e12):.1f} %" if args.peak_tflops else "n/a (--peak-tflops)"
-    print(
-        f"dense, {sum(p.numel() for p in model.parameters())} parameters, {HEADS} heads of keys and values,"
-        f" {args.batch} x {T}, loss {loss:.3f}, {flops * 1e-6:.1f} MFLOP a token, MFU {mfu}, peak memory"
-        f" {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB"
-    )
+    print(f"dense, {sum(p.numel() for p in model.parameters())} parameters, {args.batch} x {T}, loss {loss:.3f},"
+          f" {flops * 1e-6:.1f} MFLOP a token, peak memory {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")
     others = "".join(f" ({name}: {other:.0f})" for name, other in rates.items() if name != fastest)
-    print(
-        f"result: PyTorch dense, torch.compile, T={T} | {rate:.0f} | tokens/s | {args.batch} sequences, attention by"
-        f" {fastest}, the fastest backend that ran{others}, {HEADS} heads of keys and values (ours: 2 groups),"
-        f" residual stream in bf16 as ours, median of {STEPS} steps, MFU {mfu}",
-        flush=True,
-    )
+    print(f"result: PyTorch dense, torch.compile, T={T} | {rate:.0f} | tokens/s | {args.batch} sequences, attention by"
+          f" {fastest}, the fastest backend that ran{others}, {HEADS} heads of keys and values (ours: 2 groups),"
+          f" residual stream in bf16 as ours, median of {STEPS} steps, MFU {mfu}", flush=True)
     return 0
 
 
