@@ -8,9 +8,9 @@
 // there. Arithmetic and bytes are counted from the shapes (perf.h); ceilings are measured in the same run. The selected
 // branch's cost depends on what neighbouring tokens have in common, so it is timed on three selections that are drawn:
 // "uniform", as the published benchmark draws it (selections.h); "scattered", where neighbours share only what every
-// query gets; and "shared", where 64 neighbours share three quarters of what they may choose; and with --selections
-// FILE on "trained", what a trained model chose, stretched as selections.h says; each by masked tiles and by gathered
-// rows. The whole of NSA is reported for each, and how many different blocks neighbours choose.
+// query gets; and "shared", where 64 neighbours share three quarters of what they may choose, which is what trained
+// models are like (dev/LOG.md); each by masked tiles and by gathered rows. The whole of NSA is reported for each, and
+// how many different blocks neighbours choose.
 //
 // --shape published: one sequence of 1024 to 65536 tokens in the shape for which others have published times, theirs
 // beside ours after each length.
@@ -20,11 +20,10 @@
 #include "selections.h"
 
 // The sums that a row is part of.
-enum AttentionWhole { NSA_SHARED = 1, NSA_SCATTERED = 2, FULL = 4, NSA_TRAINED = 8, NSA_UNIFORM = 16 };
+enum AttentionWhole { NSA_SHARED = 1, NSA_SCATTERED = 2, FULL = 4, NSA_UNIFORM = 8 };
 constexpr const char *WHOLE_SHARED = "NSA, all of the above, shared",
                      *WHOLE_SCATTERED = "NSA, all of the above, scattered",
-                     *WHOLE_UNIFORM = "NSA, all of the above, uniform",
-                     *WHOLE_TRAINED = "NSA, all of the above, trained", *WHOLE_FULL = "full attention, all of it";
+                     *WHOLE_UNIFORM = "NSA, all of the above, uniform", *WHOLE_FULL = "full attention, all of it";
 struct AttentionRow {
     int T, B;
     std::string name;
@@ -34,14 +33,7 @@ struct AttentionRow {
     double floor[2] = {0, 0};  // microseconds at the measured ceilings; of a whole: the sum of its rows'
 };
 
-// A shape with a name, for --shape, instead of a preset's.
-struct NamedShape {
-    const char* name;
-    int heads, groups, head_dim, l, d, slc_block, slc_count, window, first_length, last_length;  // of one sequence
-};
-constexpr NamedShape NAMED_SHAPES[] = {{"published", 64, 4, 128, 32, 16, 64, 16, 512, 1024, 65536}};
-
-// What others have published for that shape, milliseconds forward and backward: by the README of
+// What others have published for the shape of --shape published, milliseconds forward and backward: by the README of
 // github.com/XunhaoLai/native-sparse-attention-triton on an H100, and of mdy666's kernels on an H800.
 struct PublishedTime {
     const char *what, *device;
@@ -74,10 +66,9 @@ struct AttentionSet {
     const NsaShape s;
     real *projected, *dprojected, *q, *kv, *compressed, *hidden, *o, *combined, *dout, *dkv, *dcompressed, *phi;
     float *lse, *lse_gated, *row_dot, *gate, *dgate, *dq, *dphi;
-    uint32_t *shared, *scattered, *uniform, *chosen, *trained = nullptr;
+    uint32_t *shared, *scattered, *uniform, *chosen;
 
-    AttentionSet(Timed<Cuda>& device, const NsaShape& shape, uint64_t seed, const TrainedSelections* model = nullptr)
-        : dev(device), s(shape) {
+    AttentionSet(Timed<Cuda>& device, const NsaShape& shape, uint64_t seed) : dev(device), s(shape) {
         const size_t rows = s.query_rows(), D = size_t(s.D), keys = s.key_rows(),
                      words = size_t(s.B) * s.G * s.T * size_t(s.selection_words()), blocks = s.cmp_rows(),
                      F = size_t(s.F);
@@ -106,18 +97,15 @@ struct AttentionSet {
         dq = dev.allocate<float>(rows * D), dphi = dev.allocate<float>(2 * phi_size());
         dev.zero(dq, rows * D), dev.zero(row_dot, 3 * rows), dev.zero(dphi, 2 * phi_size());
         for (uint32_t** p : {&shared, &scattered, &uniform, &chosen}) *p = dev.allocate<uint32_t>(words);
-        dev.copy(shared, selection(s, seed, 3, 4).data(), words);
-        dev.copy(scattered, selection(s, seed, 0, 1).data(), words);
+        dev.copy(shared, forced_selection(s, seed, 3, 4).data(), words);
+        dev.copy(scattered, forced_selection(s, seed, 0, 1).data(), words);
         dev.copy(uniform, uniform_selection(s, seed).data(), words);
-        if (!model) return;
-        trained = dev.allocate<uint32_t>(words);
-        dev.copy(trained, model->masks(s, seed).data(), words);
     }
     ~AttentionSet() {
         for (real* p : {projected, dprojected, q, kv, compressed, hidden, o, combined, dout, dkv, dcompressed, phi})
             dev.release(p);
         for (float* p : {lse, lse_gated, row_dot, gate, dgate, dq, dphi}) dev.release(p);
-        for (uint32_t* p : {shared, scattered, uniform, chosen, trained}) dev.release(p);
+        for (uint32_t* p : {shared, scattered, uniform, chosen}) dev.release(p);
     }
     AttentionSet(const AttentionSet&) = delete;
     AttentionSet& operator=(const AttentionSet&) = delete;
@@ -167,37 +155,11 @@ struct AttentionSet {
         T *const bias = p + phi_part(size_t(s.F) * s.l * s.D), *const fc2 = bias + phi_part(size_t(s.F));
         return {{p, bias, fc2}, {p + phi_size(), bias + phi_size(), fc2 + phi_size()}};
     }
-    // Each query gets its forced blocks, then as many others as it may take, of which 64 neighbours share common / of.
-    static std::vector<uint32_t> selection(const NsaShape& s, uint64_t seed, int common, int of) {
-        const size_t words = size_t(s.selection_words());
-        std::vector<uint32_t> masks(size_t(s.B) * s.G * s.T * words);
-#pragma omp parallel for schedule(static)
-        for (size_t row = 0; row < masks.size() / words; row++) {
-            const int last = int(row % size_t(s.T)) / s.slc_block, count = std::min(last + 1, s.slc_count);
-            int chosen = 0;
-            const auto take = [&](int block) {  // how many that adds
-                uint32_t* const mask = &masks[row * words];
-                const bool is_new = !is_selected(mask, block);
-                select_block(mask, block);
-                return int(is_new);
-            };
-            for (int block : {0, std::max(last - 1, 0), last}) chosen += take(block);
-            const int together = chosen + (count - chosen) * common / of;
-            const uint64_t blocks = uint64_t(last) + 1;
-            for (uint64_t i = 0; chosen < together; i++)
-                chosen += take(int(random_below(blocks, seed, random_stream(RANDOM_TEST, 91 + row / 64), i)));
-            for (uint64_t i = 0; chosen < count; i++)
-                chosen += take(int(random_below(blocks, seed, random_stream(RANDOM_TEST, 1000000007 + row), i)));
-        }
-        return masks;
-    }
 };
 
-// The median of `repetitions` timings of operation(set), in microseconds; the sets take turns, and each is used once to
-// warm up.
+// The median of `repetitions` timings of operation(0), operation(1), ..., in microseconds.
 template <class F>
-double median_us(Timed<Cuda>& dev, std::vector<std::unique_ptr<AttentionSet>>& sets, int repetitions, F operation) {
-    for (auto& set : sets) operation(*set);
+double median_us(const Cuda& dev, int repetitions, F operation) {
     struct Marks {
         cudaEvent_t begin, end;
     };
@@ -208,10 +170,10 @@ double median_us(Timed<Cuda>& dev, std::vector<std::unique_ptr<AttentionSet>>& s
     }
     for (size_t i = 0; i < marks.size(); i++) {
         CUDA_CHECK(cudaEventRecord(marks[i].begin, dev.stream));
-        operation(*sets[i % sets.size()]);
+        operation(i);
         CUDA_CHECK(cudaEventRecord(marks[i].end, dev.stream));
     }
-    dev.wait();
+    CUDA_CHECK(cudaStreamSynchronize(dev.stream));
     std::vector<double> us;
     for (Marks& m : marks) {
         float ms = 0;
@@ -219,22 +181,23 @@ double median_us(Timed<Cuda>& dev, std::vector<std::unique_ptr<AttentionSet>>& s
         us.push_back(1e3 * double(ms));
         cudaEventDestroy(m.begin), cudaEventDestroy(m.end);
     }
-    std::sort(us.begin(), us.end());
-    return us[us.size() / 2];
+    return median_of(us);
 }
 
 // One length: every operation of NSA of shape s, then of full attention of the same shape.
 inline std::vector<AttentionRow> time_attention(Timed<Cuda>& dev, const NsaShape& s, const Ceilings& ceilings,
-                                                int set_count, int repetitions, std::FILE* out,
-                                                const TrainedSelections* model = nullptr) {
+                                                int set_count, int repetitions, std::FILE* out) {
     std::vector<std::unique_ptr<AttentionSet>> sets;
-    for (int i = 0; i < set_count; i++) sets.push_back(std::make_unique<AttentionSet>(dev, s, uint64_t(i + 1), model));
+    for (int i = 0; i < set_count; i++) sets.push_back(std::make_unique<AttentionSet>(dev, s, uint64_t(i + 1)));
     std::vector<AttentionRow> rows;
     const size_t n = s.query_rows(), D = size_t(s.D), kc = s.cmp_rows() * D;
     const double real = sizeof(Cuda::real);
-    constexpr int NSA = NSA_SHARED | NSA_SCATTERED | NSA_UNIFORM | NSA_TRAINED;
-    // The engine's own functions, without the clocks of Timed.
-    auto time = [&](auto operation) { return median_us(dev, sets, repetitions, operation); };
+    constexpr int NSA = NSA_SHARED | NSA_SCATTERED | NSA_UNIFORM;
+    // The engine's own functions, without the clocks of Timed. The sets take turns; each is used once to warm up.
+    auto time = [&](auto operation) {
+        for (auto& set : sets) operation(*set);
+        return median_us(dev, repetitions, [&](size_t i) { operation(*sets[i % sets.size()]); });
+    };
     auto add = [&](const std::string& name, const Work& forward, const Work& backward, int whole) -> AttentionRow& {
         rows.push_back({s.T, s.B, name, {forward, backward}, {whole, whole}});
         for (int pass = 0; pass < 2; pass++)
@@ -312,10 +275,9 @@ inline std::vector<AttentionRow> time_attention(Timed<Cuda>& dev, const NsaShape
         uint32_t* AttentionSet::*selection;
         AttentionWhole whole;
     };
-    std::vector<Kind> kinds = {{"uniform", &AttentionSet::uniform, NSA_UNIFORM},
-                               {"scattered", &AttentionSet::scattered, NSA_SCATTERED},
-                               {"shared", &AttentionSet::shared, NSA_SHARED}};
-    if (model) kinds.push_back({"trained", &AttentionSet::trained, NSA_TRAINED});
+    const Kind kinds[] = {{"uniform", &AttentionSet::uniform, NSA_UNIFORM},
+                          {"scattered", &AttentionSet::scattered, NSA_SCATTERED},
+                          {"shared", &AttentionSet::shared, NSA_SHARED}};
     for (const auto& [kind, selection, whole] : kinds) {
         std::vector<uint32_t> masks(size_t(s.B) * s.G * s.T * size_t(s.selection_words()));
         dev.copy(masks.data(), (const uint32_t*)((*sets[0]).*selection), masks.size());
@@ -345,7 +307,6 @@ inline std::vector<AttentionRow> time_attention(Timed<Cuda>& dev, const NsaShape
     heads.us[0] = split, heads.us[1] = split_heads_backward(s);
     add_whole(WHOLE_UNIFORM, NSA_UNIFORM), add_whole(WHOLE_SCATTERED, NSA_SCATTERED);
     add_whole(WHOLE_SHARED, NSA_SHARED);
-    if (model) add_whole(WHOLE_TRAINED, NSA_TRAINED);
 
     NsaShape full = s;
     full.full = true;
@@ -376,17 +337,15 @@ inline void print_attention_rows(const std::vector<AttentionRow>& rows, const Ns
                          100 * flops / ceilings.flops_per_second, bytes * 1e-9,
                          100 * bytes / ceilings.bytes_per_second);
         }
-    auto named = [&](const char* name) {  // null: there is none
-        const auto row = std::find_if(rows.begin(), rows.end(), [&](const AttentionRow& r) { return r.name == name; });
-        return row == rows.end() ? nullptr : &*row;
+    auto named = [&](const char* name) {
+        return &*std::find_if(rows.begin(), rows.end(), [&](const AttentionRow& r) { return r.name == name; });
     };
     const AttentionRow &full = *named(WHOLE_FULL), &shared = *named(WHOLE_SHARED);
-    const std::pair<const AttentionRow*, const char*> others[] = {
-        {named(WHOLE_UNIFORM), "uniform"}, {named(WHOLE_SCATTERED), "scattered"}, {named(WHOLE_TRAINED), "trained"}};
-    for (const auto& [row, name] : {others[0], others[1], std::pair(&shared, "shared"), others[2]})
-        if (row)
-            std::fprintf(out, "        NSA / full attention, %s: %.2f forward, %.2f backward\n", name,
-                         row->us[0] / full.us[0], row->us[1] / full.us[1]);
+    const std::pair<const AttentionRow*, const char*> others[] = {{named(WHOLE_UNIFORM), "uniform"},
+                                                                  {named(WHOLE_SCATTERED), "scattered"}};
+    for (const auto& [row, name] : {others[0], others[1], std::pair(&shared, "shared")})
+        std::fprintf(out, "        NSA / full attention, %s: %.2f forward, %.2f backward\n", name,
+                     row->us[0] / full.us[0], row->us[1] / full.us[1]);
     const std::string shape = format_text("%d x %d, %d heads in %d groups of dimension %d", s.B, s.T, s.H, s.G, s.D);
     for (const bool dense : {false, true})
         for (const int pass : {0, 1}) {
@@ -394,7 +353,7 @@ inline void print_attention_rows(const std::vector<AttentionRow>& rows, const Ns
             std::string ratio;
             if (!dense) ratio = format_text(", %.2f of full attention", row.us[pass] / full.us[pass]);
             for (const auto& [other, name] : others)
-                if (!dense && other)
+                if (!dense)
                     ratio += format_text("; selection %s: %.1f us, %.2f", name, other->us[pass],
                                          other->us[pass] / full.us[pass]);
             std::fprintf(
@@ -434,7 +393,7 @@ inline void print_published(const std::vector<AttentionRow>& rows, std::FILE* ou
             const double ours = our_ms(rows, p.what, theirs ? theirs : "", p.T, pass);
             if (ours <= 0) continue;  // this length was not timed
             std::string others;
-            for (const char* kind : {"uniform", "scattered", "shared", "trained"}) {
+            for (const char* kind : {"uniform", "scattered", "shared"}) {
                 const double ms = our_ms(rows, p.what, kind, p.T, pass);
                 if (theirs && std::strcmp(kind, theirs) && ms > 0)
                     others += format_text("; selection %s: %.3f ms, %.2f", kind, ms, ms / p.ms[pass]);
@@ -450,30 +409,11 @@ inline void print_published(const std::vector<AttentionRow>& rows, std::FILE* ou
         }
     std::fflush(out);
 }
-// From which length on NSA is faster than our own dense attention.
-inline void print_crossings(const std::vector<AttentionRow>& rows, std::FILE* out) {
-    for (const char* kind : {"uniform", "scattered", "shared", "trained"})
-        for (const int pass : {0, 1}) {
-            if (our_ms(rows, WHOLE_NSA, kind, rows[0].T, pass) <= 0) continue;
-            int first = 0;  // the shortest length from which on NSA is faster at all lengths
-            for (const AttentionRow& row : rows) {
-                if (row.name != WHOLE_FULL) continue;
-                const bool faster = our_ms(rows, WHOLE_NSA, kind, row.T, pass) < row.us[pass] * 1e-3;
-                first = !faster ? 0 : first ? first : row.T;
-            }
-            const std::string from =
-                first ? format_text("from %d tokens on", first) : std::string("at no length up to the longest");
-            std::fprintf(out, "NSA is faster than our dense attention %s (%s, selection %s)\n", from.c_str(),
-                         pass ? "backward" : "forward", kind);
-        }
-    std::fflush(out);
-}
-
 // Lengths first_length, twice that, ... c.seq_len, of c.batch * c.seq_len tokens each, or of one sequence each; the
 // report goes to `out`.
 inline std::vector<AttentionRow> run_attention(Timed<Cuda>& dev, const Config& c, int first_length, int set_count,
                                                int repetitions, int ceiling_size, std::FILE* out,
-                                               bool one_sequence = false, const TrainedSelections* model = nullptr) {
+                                               bool one_sequence = false) {
     const Ceilings ceilings = measure_ceilings(dev, ceiling_size);
     std::fprintf(out, "attention of one layer, %s%lld tokens%s, %lld heads in %lld groups of dimension %lld, on %s\n",
                  one_sequence ? "one sequence of at most " : "", (long long)(c.batch * c.seq_len),
@@ -483,15 +423,10 @@ inline std::vector<AttentionRow> run_attention(Timed<Cuda>& dev, const Config& c
     std::fprintf(out,
                  "floor: the longer of FLOPs at the first ceiling and bytes at the second; of a whole: the sum of its "
                  "rows' floors\n");
-    if (model)
-        std::fprintf(out,
-                     "trained: the choices of %zu layers and groups of a model, of %d tokens in blocks of %d, "
-                     "stretched as dev/bench/selections.h says\n",
-                     model->chosen.size(), model->period, model->slc_block);
     std::vector<AttentionRow> all;
     for (int64_t T = first_length; T <= c.seq_len; T *= 2) {
         const NsaShape s = shape_of(c, one_sequence ? 1 : c.batch * c.seq_len / T, T);
-        const std::vector<AttentionRow> rows = time_attention(dev, s, ceilings, set_count, repetitions, out, model);
+        const std::vector<AttentionRow> rows = time_attention(dev, s, ceilings, set_count, repetitions, out);
         print_attention_rows(rows, s, ceilings, out);
         if (one_sequence) print_published(rows, out);  // now, since the next length may not fit, or may not end
         all.insert(all.end(), rows.begin(), rows.end());
@@ -499,59 +434,36 @@ inline std::vector<AttentionRow> run_attention(Timed<Cuda>& dev, const Config& c
     print_last_ceilings(dev, format_text("attention, %lld tokens", c.batch * c.seq_len), ceilings, ceiling_size, out);
     return all;
 }
-// Takes "--option VALUE" or "--option=VALUE" out of the words; false: there is none.
-inline bool take_option(std::vector<const char*>& words, const std::string& option, std::string& value) {
-    for (size_t i = 1; i < words.size(); i++) {
-        const std::string word = words[i];
-        const bool apart = word == option;
-        if (!apart && word.compare(0, option.size() + 1, option + "=")) continue;
-        value = !apart ? word.substr(option.size() + 1) : i + 1 < words.size() ? words[i + 1] : "";
-        words.erase(words.begin() + long(i), std::min(words.end(), words.begin() + long(i + 1 + apart)));
-        return true;
-    }
-    return false;
+// Whether the words say --shape published, which it takes out of them.
+inline bool take_published_shape(std::vector<const char*>& words) {
+    const auto at = std::find_if(words.begin(), words.end(), [](const char* w) { return !std::strcmp(w, "--shape"); });
+    if (at == words.end()) return false;
+    if (at + 1 == words.end() || std::strcmp(at[1], "published")) fail_usage("--shape: expected published");
+    words.erase(at, at + 2);
+    return true;
 }
-// That of --shape; null: there is none.
-inline const NamedShape* take_named_shape(std::vector<const char*>& words) {
-    std::string name, known;
-    if (!take_option(words, "--shape", name)) return nullptr;
-    for (const NamedShape& shape : NAMED_SHAPES) {
-        if (name == shape.name) return &shape;
-        known += (known.empty() ? "" : ", ") + std::string(shape.name);
-    }
-    fail_usage("--shape %s: expected one of %s", name, known);
-}
-// That of --selections; null: there is none.
-inline std::unique_ptr<TrainedSelections> take_selections(std::vector<const char*>& words) {
-    std::string path;
-    if (!take_option(words, "--selections", path)) return nullptr;
-    return std::make_unique<TrainedSelections>(path);
-}
-inline void apply_named_shape(Config& c, const NamedShape& shape) {
+// The shape for which others have published times: of one sequence.
+inline void apply_published_shape(Config& c) {
     for (const char* option :
          {"batch", "heads", "kv-groups", "head-dim", "cmp-block", "cmp-stride", "slc-block", "slc-count", "window"})
-        if (c.is_given(option)) fail_usage("--shape %s decides --%s; leave one of them out", shape.name, option);
-    c.heads = shape.heads, c.kv_groups = shape.groups, c.head_dim = shape.head_dim;
-    c.cmp_block = shape.l, c.cmp_stride = shape.d, c.slc_block = shape.slc_block, c.slc_count = shape.slc_count;
-    c.window = shape.window;
+        if (c.is_given(option)) fail_usage("--shape published decides --%s; leave one of them out", option);
+    c.heads = 64, c.kv_groups = 4, c.head_dim = 128;
+    c.cmp_block = 32, c.cmp_stride = 16, c.slc_block = 64, c.slc_count = 16, c.window = 512;
 }
 inline int run_attention_bench(int argc, const char* const* argv) {
     std::vector<const char*> words(argv, argv + argc);
-    const NamedShape* const named = take_named_shape(words);
-    const std::unique_ptr<TrainedSelections> model = take_selections(words);
+    const bool published = take_published_shape(words);
     Config c = parse_options(int(words.size()), words.data());
     if (!c.is_given("model")) c.model = "125m";
     apply_preset(c);
-    if (!c.is_given("seq-len")) c.seq_len = named ? named->last_length : 65536;
+    if (!c.is_given("seq-len")) c.seq_len = 65536;
     if (!c.is_given("batch")) c.batch = 1;
-    if (named) apply_named_shape(c, *named);
+    if (published) apply_published_shape(c);
     validate_model(c, "options");
     World world;
     if (!choose_device(c, world, search_gpus()).gpu)
         fail("--perf-attention: there is no GPU to time attention on (or the build holds no CUDA engine)");
     Timed<Cuda> dev(0);
-    const std::vector<AttentionRow> rows =
-        run_attention(dev, c, named ? named->first_length : 2048, 3, 15, 0, stdout, named, model.get());
-    if (named) print_crossings(rows, stdout);
+    run_attention(dev, c, published ? 1024 : 2048, 3, 15, 0, stdout, published);
     return 0;
 }

@@ -35,10 +35,6 @@ struct LoadOfOthers {
     }
 };
 
-static double median(std::vector<double> x) {
-    std::sort(x.begin(), x.end());
-    return x.empty() ? 0 : x[x.size() / 2];
-}
 template <class F>
 static double seconds_of(F operation) {
     const double begin = seconds_now();
@@ -138,7 +134,7 @@ static void bench_decode(Config c, bool bf16) {
         for (const int full : {0, 1}) kinds[full]->token();
         for (int i = 0; i < 9; i++)
             for (const int full : {0, 1}) seconds[full].push_back(processor_seconds_of([&] { kinds[full]->token(); }));
-        const double nsa = median(seconds[0]), full = median(seconds[1]);
+        const double nsa = median_of(seconds[0]), full = median_of(seconds[1]);
         const int64_t formula =
             T / c.cmp_stride + std::min<int64_t>(T, c.slc_count * c.slc_block) + std::min<int64_t>(T, c.window);
         std::printf("%-6d | %8.0f %8lld %12.2f | %8d %12.2f | %10.2f\n", T, kinds[0]->keys_seen(), (long long)formula,
@@ -230,7 +226,7 @@ struct FullBench {
         x[WITH_COMPRESSION] = x[ATTENTION] + x[COMPRESSION];
         for (int row = 0; row < ROWS; row++) seconds[row].push_back(x[row]);
     }
-    double us_a_token(int row) const { return 1e6 * median(seconds[row]) / double(bench.tokens.size()); }
+    double us_a_token(int row) const { return 1e6 * median_of(seconds[row]) / double(bench.tokens.size()); }
 };
 
 static void bench_full(Config c, bool bf16) {

@@ -9,6 +9,7 @@
 // (dev/test/cuda/ladder_tests.h).
 #pragma once
 #include "../../nsa_kernels.cuh"
+#include "../bench/attention.h"
 #include "attention_bare.cuh"
 
 struct Rung {
@@ -39,7 +40,7 @@ struct LadderRun {
         const size_t rows = s.query_rows(), D = size_t(s.D), keys = b == CMP ? s.cmp_rows() : s.key_rows();
         q = random(rows * D, 1), k = random(keys * D, 2), v = random(keys * D, 3);
         out = dev.allocate<Cuda::real>(rows * D), lse = dev.allocate<float>(rows);
-        const std::vector<uint32_t> masks = random_selection();
+        const std::vector<uint32_t> masks = forced_selection(s, 1, 0, 1);
         selection = dev.allocate<uint32_t>(masks.size());
         dev.copy(selection, masks.data(), masks.size());
     }
@@ -80,44 +81,8 @@ struct LadderRun {
         dev.from_host(p, values.data(), count);
         return p;
     }
-    // Random blocks among those that a query may choose, as many as it chooses, including the forced ones.
-    std::vector<uint32_t> random_selection() const {
-        const size_t words = size_t(s.selection_words());
-        std::vector<uint32_t> masks(size_t(s.B) * s.G * s.T * words);
-        for (size_t row = 0; row < size_t(s.B) * s.G * s.T; row++) {
-            const int last = int(row % size_t(s.T)) / s.slc_block;
-            int chosen = 0;
-            auto take = [&](int block) {
-                uint32_t& word = masks[row * words + size_t(block) / 32];
-                if (!(word >> (block % 32) & 1)) word |= 1u << (block % 32), chosen++;
-            };
-            for (int block : {0, std::max(last - 1, 0), last}) take(block);
-            for (uint64_t i = 0; chosen < std::min(last + 1, s.slc_count); i++)
-                take(int(random_below(uint64_t(last) + 1, 1, random_stream(RANDOM_TEST, 5 + row), i)));
-        }
-        return masks;
-    }
 };
 
-// The median of seven timings, in microseconds, after two to warm up.
-template <class F>
-double ladder_median_us(Cuda& dev, F operation) {
-    cudaEvent_t begin, end;
-    CUDA_CHECK(cudaEventCreate(&begin));
-    CUDA_CHECK(cudaEventCreate(&end));
-    std::vector<float> ms;
-    for (int i = 0; i < 9; i++) {
-        CUDA_CHECK(cudaEventRecord(begin, dev.stream));
-        operation();
-        CUDA_CHECK(cudaEventRecord(end, dev.stream));
-        CUDA_CHECK(cudaEventSynchronize(end));
-        ms.push_back(0);
-        CUDA_CHECK(cudaEventElapsedTime(&ms.back(), begin, end));
-    }
-    cudaEventDestroy(begin), cudaEventDestroy(end);
-    std::sort(ms.begin() + 2, ms.end());
-    return 1e3 * double(ms[2 + (ms.size() - 2) / 2]);
-}
 inline int run_ladder(Cuda& dev, const NsaShape& s) {
     std::printf(
         "attention of one layer, %d sequences of %d tokens, %d heads in %d groups of dimension %d, on %s\n\n%-12s "
@@ -129,7 +94,8 @@ inline int run_ladder(Cuda& dev, const NsaShape& s) {
         for (int i = 0; i < RUNG_COUNT; i++) {
             const RungNumber rung = RungNumber(i);
             if (!run.has(rung)) continue;
-            const double us = ladder_median_us(dev, [&] { run.forward(rung); });
+            for (int warm = 0; warm < 2; warm++) run.forward(rung);
+            const double us = median_us(dev, 7, [&](size_t) { run.forward(rung); });
             std::printf("%-12s %-24s %14.1f\n", names[branch], RUNGS[rung].name, us);
         }
     }

@@ -60,26 +60,19 @@ TEST(cuda_bench_counts) {
             if (!full) CHECK_EQUAL(select_blocks_work(s, 2).flops, 2.0 * s.D * counted_pairs(CMP, s, true));
         }
 }
-// Attention alone, with every kind of selection, that of a trained model too: each row has a time, and the sums of the
-// table are those of their rows.
+// Attention alone, with every kind of selection: each row has a time, and the sums of the table are those of their
+// rows.
 TEST(cuda_bench_attention_runs) {
     if (Cuda::FP32) return skip("the attention benchmark: PRECISION=FP32 has the plain kernels only");
-    const TempFolder folder;
-    // As `inspect --json` writes it: every token chose the first block alone.
-    std::string json = R"({"inspect": 1, "shape": {"slc_block": 16, "slc_count": 4, "seq_len": 512}, "layers": [)"
-                       R"({"groups": [{"blocks": [[0])";
-    for (int t = 1; t < 600; t++) json += ", [0]";
-    write_file(folder.file("chosen.json"), json + "]}]}]}");
-    const TrainedSelections model(folder.file("chosen.json"));
     Config c = engine_config();
     c.seq_len = 64, c.batch = 1;
     Timed<Cuda> dev(0, size_t(1) << 20);
     const bench_tests::Report report;
     double parts = 0, whole = 0;
-    for (const AttentionRow& row : run_attention(dev, c, 64, 1, 1, 64, report.file, false, &model)) {
+    for (const AttentionRow& row : run_attention(dev, c, 64, 1, 1, 64, report.file)) {
         CHECK(row.us[0] > 0 && row.T == 64 && row.B == 1);
-        if (row.name == WHOLE_TRAINED) whole = row.us[0];
-        if (row.whole[0] & NSA_TRAINED) parts += row.us[0];
+        if (row.name == WHOLE_UNIFORM) whole = row.us[0];
+        if (row.whole[0] & NSA_UNIFORM) parts += row.us[0];
     }
     CHECK(whole > 0);
     CHECK_NEAR(whole, parts, 1e-9 * parts);
