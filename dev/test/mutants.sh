@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Does a test notice? The files dev/test/mutants/ROOM.txt hold faults of a line or a few, each with its name, the tests
-# that must then fail, its file, and the lines in which the fault differs:
-#     mutant: NAME
+# Does a test notice? The files dev/test/mutants/ROOM.txt hold faults of a line or a few, each with its name and the
+# lines in which it differs. Before it stand the tests that must then fail and its file, for all up to the next such line:
 #     tests: WORD... --only TEST
 #     file: PATH
+#     mutant: NAME
 #     -a line as it is, which stands there once; where it does not, with lines around it, each behind a space
 #     +the line with the fault
 # The words are headers of dev/test, which become a program of their own, so that it compiles in seconds; those of cuda/
@@ -21,7 +21,8 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 faults=$work/faults names=("$@")
 mkdir "$faults"
-awk -v to="$faults" '/^mutant: /{name = $2; next} !/^$/{print >(to "/" name)}' dev/test/mutants/*.txt
+awk -v to="$faults" '/^tests: /{tests = $0; next} /^file: /{file = $0; next}
+    /^mutant: /{name = to "/" $2; print tests "\n" file >name; next} !/^$/{print >name}' dev/test/mutants/*.txt
 if [ "${1:-}" = --sample ]; then
     mapfile -t names < <(cd "$faults" && printf '%s\n' * | shuf -n "${2:?--sample N: how many}")
 elif [ $# = 0 ]; then
@@ -82,7 +83,7 @@ plant() { # FAULT FILE
 declare -A lost
 for fault in "$faults"/*; do
     file=$(sed -n '2s/^file: //p' "$fault")
-    if [ ! -f "$file" ]; then bad "${fault##*/}: the line behind its tests is no 'file: PATH'"
+    if [ ! -f "$file" ]; then bad "${fault##*/}: no 'file: PATH' is before it"
     elif ! plant "$fault" "$file" >/dev/null; then
         bad "${fault##*/}: its lines do not stand in '$file' exactly once"
     else continue; fi
@@ -96,7 +97,7 @@ for name in "${names[@]}"; do
     [ -z "${lost[$name]:-}" ] || continue
     [ -f "$faults/$name" ] || { bad "$name: there is none in dev/test/mutants"; continue; }
     tests=$(sed -n '1s/^tests: //p' "$faults/$name") program=
-    [ -n "$tests" ] || { bad "$name: the line behind its name is no 'tests: HEADER... --only TEST'"; continue; }
+    [ -n "$tests" ] || { bad "$name: no 'tests: HEADER... --only TEST' is before it"; continue; }
     [ -z "${sound[$tests]:-}" ] || continue
     program=$work/sound/$(program_of "$tests")
     sound[$tests]=no
