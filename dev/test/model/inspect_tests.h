@@ -4,7 +4,6 @@
 #pragma once
 #include "model_tests.h"
 #include "../program/program.h"
-#include "worked_example.h"
 
 namespace inspect_test {
 
@@ -193,32 +192,69 @@ TEST(inspect_tokens_show_the_characters_that_begin_in_them) {
     CHECK(show_tokens({}).empty());
 }
 
-// Numbers by hand: with means of 1 and 2 around a pair of keys, softmax weights are 1, 2, 4, 2 and nines of 1 over 16.
+// The paper's eq. 8 to 12 with numbers, for a dozen tokens: what dev/MODEL.md prints is what the operations that train
+// make of the keys that it prints. Scores are whole multiples of ln 2, so weights are powers of two over their sum, 16.
 TEST(worked_example_is_right_and_is_what_the_model_card_quotes) {
-    const std::string text = worked_example<Cpu<double>>();
-    const std::vector<double> p0 = {1, 1, 1, 2, 4, 2, 1, 1, 1, 1, 1}, p1 = {1, 1, 1, 1, 1, 1, 2, 4, 2, 1, 1};
-    const auto row = [](const char* label, const std::vector<double>& sixteenths) {
-        std::string line = format_text("\n%-18s", label);
-        for (const double x : sixteenths) line += format_text("%7.4f", x / 16);
-        return line + "\n";
+    const std::string model_card = read_file("dev/MODEL.md"),
+                      page = model_card.substr(model_card.find("\n12 tokens, one group of 2 heads"));
+    const auto row = [&](const std::string& label) {  // the numbers behind it
+        std::istringstream in(program::behind(page, "\n" + label));
+        return std::vector<double>(std::istream_iterator<double>(in), {});
     };
-    const auto importance = [](const std::vector<double>& p) {  // block j: tokens 2j, 2j+1; compressed i: i, i+1
-        std::vector<double> sums(6);
-        for (int i = 0; i < 11; i++)
-            for (const int token : {i, i + 1}) sums[size_t(token / 2)] += p[size_t(i)];
-        return sums;
+    const auto check_row = [&](const std::string& label, const std::vector<double>& found) {
+        const std::vector<double> printed = row(label);
+        REQUIRE(printed.size() == found.size());
+        for (size_t i = 0; i < found.size(); i++) CHECK_NEAR(found[i], printed[i], 1e-12);
     };
-    std::vector<double> both;
-    for (size_t i = 0; i < 11; i++) both.push_back(p0[i] + p1[i]);
-    for (const std::string& line :
-         {row("p, head 0", p0), row("p, head 1", p1), row("p_slc, head 0", importance(p0)),
-          row("p_slc, head 1", importance(p1)), row("p_slc", importance(both)), std::string("\nI = { 0 2 4 5 }\n"),
-          std::string("of these blocks: 0 1 4 5 8 9 10 11\n"), std::string("\n  token  9: 0 2 3 4\n")})
-        if (text.find(line) == std::string::npos) check_failed(__FILE__, __LINE__, "no line %s", line);
-    CHECK(importance(both) == std::vector<double>({6, 9, 16, 14, 13, 6}));
-    tests().checks++;
-    if (read_file("dev/MODEL.md").find("\n```\n" + text + "```\n") == std::string::npos)
-        check_failed(__FILE__, __LINE__, "dev/MODEL.md does not quote this:\n%s", text);
+    NsaShape s;
+    s.B = 1, s.T = s.queries = 12, s.H = 2, s.G = 1, s.D = 4, s.l = 2, s.d = 1;
+    s.slc_block = 2, s.slc_count = 4, s.window = 2, s.F = 1;
+    const size_t D = size_t(s.D), T = size_t(s.T), last = T - 1, blocks = size_t(s.cmp_blocks(s.T));
+    std::vector<double> k(T * D), q(2 * T * D), kc(s.cmp_rows() * D), lse(2 * T), out(2 * T * D), hidden(s.cmp_rows()),
+        fc1(size_t(s.l) * D), bias(1), fc2(D), sum(size_t(s.slc_blocks()));
+    for (size_t t = 0; t < T; t++)
+        for (size_t x = 0; x < 2; x++) {
+            k[t * D + x] = row(format_text("key, component %zu", x)).at(t);
+            q[(x * T + t) * D + x] = 2 * std::log(2);
+        }
+    std::vector<uint32_t> selection(T);
+    Cpu<double> cpu;
+    cpu.compress_heads(kc.data(), hidden.data(), k.data(), {fc1.data(), bias.data(), fc2.data()}, false, s);
+    cpu.attention_forward(CMP, out.data(), lse.data(), q.data(), kc.data(), kc.data(), nullptr, s);
+    cpu.select_blocks(selection.data(), nullptr, q.data(), kc.data(), lse.data(), s);
+    for (size_t head = 0; head < 2; head++) {
+        std::vector<double> component, p, importance(sum.size()), by_overlap;
+        for (size_t i = 0; i < blocks; i++) {
+            component.push_back(kc[i * D + head]);
+            p.push_back(std::exp(cpu.score(&q[(head * T + last) * D], &kc[i * D], s) - lse[head * T + last]));
+        }
+        Cpu<double>::fold_importance(importance.data(), p.data(), int(last), s);
+        for (size_t j = 0; j < importance.size(); j++) {
+            const std::string overlap = program::behind(page, format_text("  block %zu, tokens ", j));
+            by_overlap.push_back(0);
+            const std::regex term("(\\d+) p\\[(\\d+)\\]");
+            for (std::sregex_iterator at(overlap.begin(), overlap.end(), term), end; at != end; ++at)
+                by_overlap.back() += std::stod(at->str(1)) * p.at(std::stoul(at->str(2)));
+        }
+        check_row(format_text("component %zu", head), component);
+        check_row(format_text("p, head %zu", head), p);
+        check_row(format_text("p_slc, head %zu", head), importance);
+        check_row(format_text("p_slc, head %zu", head), by_overlap);
+    }
+    cpu.block_importance(sum.data(), &q[last * D], &lse[last], kc.data(), int(last), s);
+    check_row("p_slc ", sum);
+    std::vector<double> chosen, tokens;
+    for (size_t t = 0; t < T; t++, tokens.clear()) {
+        chosen.clear();
+        for (int key = 0; key <= int(t); key++) {
+            if (!is_selected(&selection[t], key / s.slc_block)) continue;
+            tokens.push_back(key);
+            if (key % s.slc_block == 0) chosen.push_back(key / s.slc_block);
+        }
+        check_row(format_text("  token %2zu:", t), chosen);
+        if (t == last) check_row("Eq. 12: the query reads the tokens of these blocks:", tokens);
+    }
+    check_row("I = {", chosen);
 }
 
 PROGRAM_TEST_LONG(inspect_page_in_a_browser) {
