@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Does a test notice? The files dev/test/mutants/ROOM.txt hold faults of a line or a few, each with its name and the
-# lines in which it differs. Before it stand the tests that must then fail and its file, for all up to the next such line:
+# lines in which it differs. Before it stand the tests that must then fail and its file, for all that follow too:
 #     tests: WORD... --only TEST
 #     file: PATH
 #     mutant: NAME

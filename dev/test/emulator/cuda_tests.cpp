@@ -13,10 +13,8 @@
 #include "../cuda/cuda_model_tests.h"
 #include "../cuda/bench_tests.h"
 #endif
-#include "../cuda/device_results.h"
 
 int main(int argc, char** argv) {
     emu::machine.rough = true;  // a GPU's errors, so that the tests' limits hold on one
-    const int status = device_results::main_of(argc, argv);
-    return status >= 0 ? status : run_tests(argc, argv);
+    return run_tests(argc, argv);
 }
