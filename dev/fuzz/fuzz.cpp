@@ -2,6 +2,7 @@
 // TARGET=json` runs it; fuzz.h says what a finding is.
 #define NSA_WITHOUT_MAIN
 #include "../../train_nsa.cu"
+#include "../test/data/tokenizer_tests.h"
 #include "fuzz.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -386,44 +387,11 @@ static void fuzz_one(const std::string& input) {
 // vocabulary must pass. The first byte chooses the format; vocab.bpe and encoder.json are split at the first byte 0xFF.
 namespace vocabulary_target {
 
-using Merges = std::vector<std::pair<uint16_t, uint16_t>>;  // number k makes token 256 + k
-
-static std::vector<std::string> tokens_of(const Merges& merges) {
-    std::vector<std::string> tokens;
-    const ByteAlphabet alphabet;
-    for (const uint8_t byte : alphabet.order) tokens.push_back(std::string(1, char(byte)));
-    for (const auto& [left, right] : merges) tokens.push_back(tokens[left] + tokens[right]);
-    tokens.push_back("<|endoftext|>");
-    return tokens;
-}
-
-static std::string base64(const std::string& bytes) {
-    static const char digits[] = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
-    std::string out;
-    for (size_t i = 0; i < bytes.size(); i += 3) {
-        uint32_t bits = 0;
-        for (size_t k = 0; k < 3; k++)
-            bits = bits << 8 | (i + k < bytes.size() ? static_cast<unsigned char>(bytes[i + k]) : 0);
-        for (size_t k = 0; k < 4; k++) out += i + k <= bytes.size() ? digits[bits >> (18 - 6 * k) & 63] : '=';
-    }
-    return out;
-}
-
-static std::string tiktoken(const std::vector<std::string>& tokens) {
-    std::string out;
-    for (size_t id = 0; id + 1 < tokens.size(); id++) out += base64(tokens[id]) + " " + std::to_string(id) + "\n";
-    return out;
-}
-
-static std::string llmc_tokenizer(const std::vector<std::string>& tokens) {
-    const uint32_t header[256] = {20240328, 2, uint32_t(tokens.size()), uint32_t(tokens.size() - 1)};
-    std::string out(reinterpret_cast<const char*>(header), sizeof header);
-    for (const std::string& token : tokens) out += char(token.size()), out += token;
-    return out;
-}
+static const int size = 259;  // of two merges
+using Merges = decltype(NaiveBpe::merges);
 
 // Every token encodes to itself, decoding gives any text back, and the vocabulary reads the same from another file.
-static void check_vocabulary(const Tokenizer& t, int size) {
+static void check_vocabulary(const Tokenizer& t) {
     EXPECT(t.vocab_size() == size && t.end_of_text == size - 1);
     MergeScratch scratch;
     std::string all;
@@ -438,27 +406,29 @@ static void check_vocabulary(const Tokenizer& t, int size) {
         all += token;
     }
     EXPECT(t.decode(t.encode(all)) == all);
-    write_memory_file("other.tiktoken", tiktoken(t.tokens));
+    NaiveBpe same;
+    same.bytes.assign(t.tokens.begin(), t.tokens.begin() + 256);
+    for (int id = 256; id < size - 1; id++) same.merges.push_back({t.tokens[size_t(id)], ""});
+    write_memory_file("other.tiktoken", lines_text(same.tiktoken_lines()));
     const Tokenizer other = Tokenizer::gpt2(memory_folder().path, size);
     EXPECT(other.tokens == t.tokens && other.encode(all) == t.encode(all));
 }
 
-static const int size = 259;  // of two merges
-
 static std::vector<std::string> seeds() {
-    // "ab" and " ab"; an e with an accent and two line feeds; "ab" twice
-    const Merges merges = {{64, 65}, {220, 256}}, other = {{127, 102}, {198, 198}}, repeated = {{64, 65}, {64, 65}};
     std::vector<std::string> all = {"\x02IQ== 0\r\n", "\x02I=Q= 0\n",
                                     '\0' + std::string("a b\nab ab\n\xFF{\"a\": 64}")};
-    for (const Merges& m : {merges, other, repeated}) {
-        const std::vector<std::string> tokens = tokens_of(m);
-        all.push_back('\0' + merges_text(tokens, m) + "\xFF" + ids_json(tokens));
-        all.push_back('\1' + llmc_tokenizer(tokens));
-        all.push_back('\2' + tiktoken(tokens));
+    for (const Merges& merges :
+         {Merges{{"a", "b"}, {" ", "ab"}}, Merges{{"\xC3", "\xA9"}, {"\n", "\n"}}, Merges{{"a", "b"}, {"a", "b"}}}) {
+        NaiveBpe bpe;
+        bpe.merges = merges;
+        all.push_back('\0' + lines_text(bpe.merge_lines()) + "\xFF{" + lines_text(bpe.id_entries(), ", ", "}"));
+        all.push_back('\1' + bpe.llmc());
+        all.push_back('\2' + lines_text(bpe.tiktoken_lines()));
     }
     for (size_t i = 3; i < 6; i++) all.push_back(all[i].substr(0, all[i].size() - 1));
-    all.push_back(all[4]);
-    all.back()[5] = 1, all.back()[13] = all.back()[14] = 0;  // llm.c's version 1
+    NaiveBpe old;
+    old.merges = {{"a", "b"}, {" ", "ab"}};
+    all.push_back('\1' + old.llmc(1));
     return all;
 }
 
@@ -481,7 +451,7 @@ static void fuzz_one(const std::string& input) {
         MemoryLimit limit(text.size(), 160 << 10, input[0] == 0 ? 400 : 50);
         if (!accepts([&] { t = Tokenizer::gpt2(folder.path, size); })) return;
     }
-    check_vocabulary(t, size);
+    check_vocabulary(t);
 }
 
 }  // namespace vocabulary_target
