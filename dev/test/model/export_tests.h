@@ -209,7 +209,7 @@ PROGRAM_TEST(export_writes_a_model_card) {
     const std::vector<double> losses = logged(out, "loss");
     const double mean = (losses[0] + losses[1] + losses[2]) / 3;
     size_t parameters = 0;
-    for (const auto& [name, tensor] : read_raw(file("real/model.safetensors")).tensors) parameters += tensor.count();
+    for (const TensorView& t : SafeTensors(file("real/model.safetensors")).tensors) parameters += size_t(t.elements());
     for (const std::string& text :
          {std::string("\n# real\n"), std::string("from_pretrained(\"real\")"),
           std::string("from_pretrained(\"real\", "), std::string("Native Sparse Attention"),

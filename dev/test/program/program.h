@@ -461,64 +461,11 @@ inline std::vector<double> logged(const std::string& folder, const std::string& 
     return values;
 }
 
-// A safetensors file read by this file's own few lines: the JSON header, offsets that follow each other without holes,
-// nothing behind.
-struct RawTensor {
-    std::string dtype;
-    std::vector<int64_t> shape;
-    std::string bytes;
-
-    size_t count() const {
-        size_t n = 1;
-        for (int64_t extent : shape) n *= size_t(extent);
-        return n;
-    }
-    template <class T>
-    std::vector<T> values() const {
-        std::vector<T> v(bytes.size() / sizeof(T));
-        std::memcpy(v.data(), bytes.data(), v.size() * sizeof(T));
-        return v;
-    }
-};
-struct RawFile {
-    std::map<std::string, RawTensor> tensors;
-    std::map<std::string, std::string> metadata;
-};
-inline RawFile read_raw(const std::string& file) {
-    const std::string bytes = read_file(file);
-    RawFile raw;
-    uint64_t length = 0;
-    REQUIRE(bytes.size() >= 8);
-    std::memcpy(&length, bytes.data(), 8);
-    REQUIRE(length <= bytes.size() - 8);
-    CHECK_EQUAL(length % 8, 0u);
-    const Json header = parse_json(bytes.substr(8, length), file);
-    const size_t data = 8 + length;
-    std::map<int64_t, int64_t> spans;
-    for (size_t i = 0; i < header.keys.size(); i++) {
-        const Json& entry = header.items[i];
-        if (header.keys[i] == "__metadata__") {
-            for (size_t j = 0; j < entry.keys.size(); j++) raw.metadata[entry.keys[j]] = entry.items[j].string(file);
-            continue;
-        }
-        RawTensor t;
-        t.dtype = entry.string("dtype", file);
-        for (const Json& extent : entry.array("shape", file)) t.shape.push_back(extent.integer(file));
-        const int64_t begin = entry.array("data_offsets", file)[0].integer(file),
-                      end = entry.array("data_offsets", file)[1].integer(file);
-        REQUIRE(begin >= 0 && end >= begin && uint64_t(end) <= bytes.size() - data);
-        t.bytes = bytes.substr(data + size_t(begin), size_t(end - begin));
-        CHECK_EQUAL(t.bytes.size(), t.count() * (t.dtype == "U8" ? 1 : 4));
-        CHECK(spans.emplace(begin, end).second);
-        raw.tensors[header.keys[i]] = t;
-    }
-    int64_t at = 0;
-    for (const auto& [begin, end] : spans) {
-        CHECK_EQUAL(begin, at);
-        at = end;
-    }
-    CHECK_EQUAL(data + size_t(at), bytes.size());
-    return raw;
+template <class T>
+std::vector<T> values_of(const TensorView& t) {
+    std::vector<T> values(t.bytes / sizeof(T));
+    std::memcpy(values.data(), t.data, t.bytes);
+    return values;
 }
 
 // The tensors of MODEL.md with their shapes.
@@ -545,14 +492,12 @@ inline std::map<std::string, std::vector<int64_t>> tensors_of_the_design(int64_t
 }
 
 // Every tensor of `expected` is there under the prefix as F32; returns how many.
-inline size_t check_tensors(const RawFile& raw, const std::map<std::string, std::vector<int64_t>>& expected,
+inline size_t check_tensors(const SafeTensors& file, const std::map<std::string, std::vector<int64_t>>& expected,
                             const std::string& prefix) {
     for (const auto& [name, shape] : expected) {
-        const auto found = raw.tensors.find(prefix + name);
         tests().checks++;
-        if (found == raw.tensors.end()) check_failed(__FILE__, __LINE__, "tensor %s%s is missing", prefix, name);
-        else if (found->second.dtype != "F32" || found->second.shape != shape)
-            check_failed(__FILE__, __LINE__, "tensor %s%s has another type or shape", prefix, name);
+        const std::string fault = error_of([&] { file.get(prefix + name, "F32", shape); });
+        if (!fault.empty()) check_failed(__FILE__, __LINE__, "%s", fault);
     }
     return expected.size();
 }

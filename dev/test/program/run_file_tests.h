@@ -17,10 +17,13 @@ PROGRAM_TEST(run_writes_the_tensors_of_the_design) {
     for (const auto& c : cases) {
         REQUIRE_GOOD(run(c.command + " --steps=1 --out=@/" + c.name));
         const std::string checkpoint = file(c.name) + "/step_00000001/";
-        const RawFile model = read_raw(checkpoint + "model.safetensors");
+        const SafeTensors model(checkpoint + "model.safetensors");
         CHECK_EQUAL(model.tensors.size(), check_tensors(model, c.tensors, ""));
-        CHECK_EQUAL(model.metadata.at("format"), "pt");            // transformers' loaders look for it
-        const RawFile moments = read_raw(checkpoint + OPTIMIZER);  // of one rank: every tensor whole, as a row
+        CHECK_EQUAL(model.metadata.at("format"), "pt");  // transformers' loaders look for it
+        uint64_t header;
+        std::memcpy(&header, read_file(model.path).data(), 8);
+        CHECK_EQUAL(header % 8, 0u);                        // so that others may map the data
+        const SafeTensors moments(checkpoint + OPTIMIZER);  // of one rank: every tensor whole, as a row
         std::map<std::string, std::vector<int64_t>> rows;
         for (const auto& [tensor, shape] : c.tensors) {
             const int64_t count = shape.size() == 2 ? shape[0] * shape[1] : shape[0];
@@ -28,14 +31,14 @@ PROGRAM_TEST(run_writes_the_tensors_of_the_design) {
         }
         CHECK_EQUAL(moments.tensors.size(), check_tensors(moments, rows, "m.") + check_tensors(moments, rows, "v."));
         bool moved = false, right = true;
-        for (const auto& [name, tensor] : moments.tensors)
-            for (const float x : tensor.values<float>())
-                moved = moved || x != 0, right = right && (name[0] == 'm' ? std::isfinite(x) : x >= 0);
+        for (const TensorView& t : moments.tensors)
+            for (const float x : values_of<float>(t))
+                moved = moved || x != 0, right = right && (t.name[0] == 'm' ? std::isfinite(x) : x >= 0);
         CHECK(moved && right);
 
         // The count that the program prints is that of the file.
         size_t parameters = 0;
-        for (const auto& [name, tensor] : model.tensors) parameters += tensor.count();
+        for (const TensorView& t : model.tensors) parameters += size_t(t.elements());
         CHECK(holds(printed(c.command + " --steps=0 --out=@/none"), format_text(", %zu parameters (", parameters)));
     }
 }
@@ -279,10 +282,10 @@ PROGRAM_TEST(run_safetensors_reader_refuses_damaged_files) {
 // Layers in turn, one of NSA between two windows: each has the tensors of its kind, and the verbs work with that.
 PROGRAM_TEST(run_layers_in_turn) {
     REQUIRE_GOOD(run("small --attention=window,nsa --layers=3 --steps=4"));
-    const RawFile model = read_raw(out + "/step_00000004/model.safetensors");
+    const SafeTensors model(out + "/step_00000004/model.safetensors");
     for (const char* tensor : {"gate_proj.weight", "phi_k.fc1.weight", "k_slc_proj.weight"})
         for (const int layer : {0, 1, 2})
-            CHECK_EQUAL(model.tensors.count(format_text("layers.%d.attn.%s", layer, tensor)), size_t(layer == 1));
+            CHECK_EQUAL(model.find(format_text("layers.%d.attn.%s", layer, tensor)) != nullptr, layer == 1);
     // The statistics of a layer stand in its place.
     CHECK(holds(read_file(out + "/log.jsonl"), "\"layers\":[{},{\"", "},{}]"));
     write("text", std::string(60, 'a'));
@@ -308,27 +311,23 @@ PROGRAM_TEST(run_layers_in_turn) {
 PROGRAM_TEST(run_dump_state_is_what_pytorch_computes) {
     for (const std::string name : {"nsa", "full", "pattern"}) {
         const SafeTensors golden("dev/test/golden_" + name + ".safetensors");
-        const auto value = [&](const std::string& tensor) {
-            double x;
-            std::memcpy(&x, golden.get(tensor, "F64", {1}).data, sizeof x);
-            return x;
-        };
+        const auto value = [&](const std::string& name) { return values_of<double>(golden.get(name, "F64", {1}))[0]; };
         const std::string options = golden.metadata.at("options");
         REQUIRE_GOOD(run(options.substr(options.find(' ')) + " --threads 1 --dump-state @/" + name));
-        const RawFile dump = read_raw(file(name));
+        const SafeTensors dump(file(name));
         const double limit = 2e-5;
-        CHECK_NEAR(dump.tensors.at("loss").values<float>()[0], value("loss"), limit * value("loss"));
-        for (const auto& [tensor, raw] : dump.tensors) {
-            if (tensor.compare(0, 5, "grad.")) continue;
-            const std::vector<float> gradient = raw.values<float>();
+        CHECK_NEAR(values_of<float>(dump.get("loss", "F32", {1}))[0], value("loss"), limit * value("loss"));
+        for (const TensorView& t : dump.tensors) {
+            if (t.name.compare(0, 5, "grad.")) continue;
+            const std::vector<float> gradient = values_of<float>(t);
             double square = 0, dot = 0;
             for (size_t i = 0; i < gradient.size(); i++) {
                 square += double(gradient[i]) * gradient[i];
                 dot += (uint32_t(i) * 2654435761u >> 16 & 1) ? double(gradient[i]) : -double(gradient[i]);
             }
-            const double norm = value("grad_norm." + tensor.substr(5));
+            const double norm = value("grad_norm." + t.name.substr(5));
             CHECK_NEAR(std::sqrt(square), norm, limit * norm);
-            CHECK_NEAR(dot, value("grad_sign_dot." + tensor.substr(5)),
+            CHECK_NEAR(dot, value("grad_sign_dot." + t.name.substr(5)),
                        limit * norm * std::sqrt(double(gradient.size())));
         }
     }
@@ -341,28 +340,22 @@ PROGRAM_TEST(run_dump_state_holds_what_it_promises) {
         const std::string attention = nsa ? "nsa" : "full";
         REQUIRE_GOOD(run(options + "--attention=" + attention + " --dump-state=@/" + attention));
         CHECK(!file_exists(out));  // no run was begun
-        const RawFile dump = read_raw(file(attention));
+        const SafeTensors dump(file(attention));
         const auto expected = tensors_of_the_design(V, C, L, 4, groups, 8, 8, 8, 32, nsa);
         const size_t named = check_tensors(dump, expected, "") + check_tensors(dump, expected, "grad.") +
                              check_tensors(dump, {{"logits", {B, T, V}}, {"loss", {1}}}, "");
         CHECK_EQUAL(dump.tensors.size(), named + 2 + (nsa ? size_t(L) : 0));
-        for (const char* name : {"inputs", "targets"}) {
-            const RawTensor& t = dump.tensors.at(name);
-            CHECK(t.dtype == "I32" && t.shape == (std::vector<int64_t>{B, T}));
-        }
-        const std::vector<int32_t> inputs = dump.tensors.at("inputs").values<int32_t>(),
-                                   targets = dump.tensors.at("targets").values<int32_t>();
+        const std::vector<int32_t> inputs = values_of<int32_t>(dump.get("inputs", "I32", {B, T})),
+                                   targets = values_of<int32_t>(dump.get("targets", "I32", {B, T}));
         for (int64_t b = 0; b < B; b++)
             for (int64_t t = 0; t + 1 < T; t++) CHECK_EQUAL(targets[size_t(b * T + t)], inputs[size_t(b * T + t + 1)]);
         const Json config = parse_json(dump.metadata.at("config"), "config");
         CHECK(config.integer("layers", "") == L && config.string("attention", "") == attention);
         CHECK(holds(dump.metadata.at("options"), "--init random") && dump.metadata.at("precision") == "fp32");
         for (int64_t layer = 0; layer < L && nsa; layer++) {
-            const RawTensor& t = dump.tensors.at(format_text("layers.%lld.selection", layer));
-            CHECK(t.dtype == "U8" && t.shape == (std::vector<int64_t>{B, groups, T, blocks}));
-            REQUIRE(t.bytes.size() == size_t(B * groups * T * blocks));
+            const TensorView& t = dump.get(format_text("layers.%lld.selection", layer), "U8", {B, groups, T, blocks});
             for (int64_t row = 0; row < B * groups * T; row++) {
-                const char* chosen = &t.bytes[size_t(row * blocks)];
+                const char* chosen = static_cast<const char*>(t.data) + row * blocks;
                 const int64_t own = row % T / block;
                 CHECK_EQUAL(int64_t(std::count(chosen, chosen + own + 1, '\1')), std::min(own + 1, count));
                 CHECK_EQUAL(int64_t(std::count(chosen, chosen + blocks, '\0')), blocks - std::min(own + 1, count));
@@ -372,22 +365,25 @@ PROGRAM_TEST(run_dump_state_holds_what_it_promises) {
     }
     // The limits of a comparison follow from the precision.
     REQUIRE_GOOD(run(options + "--cpu-dtype=bf16 --dump-state=@/bf16"));
-    CHECK_EQUAL(read_raw(file("bf16")).metadata.at("precision"), std::string(HAVE_BF16 ? "bf16" : "fp32"));
+    CHECK_EQUAL(SafeTensors(file("bf16")).metadata.at("precision"), std::string(HAVE_BF16 ? "bf16" : "fp32"));
     // The parameters are those that training starts from: with a learning rate of 0 they are the checkpoint's.
     REQUIRE_GOOD(run(options + "--lr=1e-30 --steps=1 --out=@/still"));
-    const RawFile first = read_raw(file("nsa")), model = read_raw(file("still/step_00000001/model.safetensors"));
-    for (const auto& [name, tensor] : model.tensors) CHECK(first.tensors.at(name).bytes == tensor.bytes);
+    const SafeTensors first(file("nsa")), model(file("still/step_00000001/model.safetensors"));
+    const auto same = [](const TensorView& t, const SafeTensors& other) {
+        return values_of<char>(other.get(t.name, t.dtype, t.shape)) == values_of<char>(t);
+    };
+    for (const TensorView& t : model.tensors) CHECK(same(t, first));
     // And so is the loss the first step's, and the gradient's norm.
     double square = 0;
-    for (const auto& [name, tensor] : first.tensors)
-        if (name.compare(0, 5, "grad.") == 0)
-            for (const float g : tensor.values<float>()) square += double(g) * g;
-    CHECK_NEAR(logged(file("still"), "loss")[0], first.tensors.at("loss").values<float>()[0], 1e-6);
+    for (const TensorView& t : first.tensors)
+        if (t.name.compare(0, 5, "grad.") == 0)
+            for (const float g : values_of<float>(t)) square += double(g) * g;
+    CHECK_NEAR(logged(file("still"), "loss")[0], values_of<float>(first.get("loss", "F32", {1}))[0], 1e-6);
     CHECK_NEAR(logged(file("still"), "grad_norm")[0], std::sqrt(square), 1e-5 * std::sqrt(square) + 1e-6);
     // With --resume: of the checkpoint.
     REQUIRE_GOOD(run(options));
     REQUIRE_GOOD(run(options + "--resume=on --dump-state=@/resumed"));
-    const RawFile second = read_raw(file("resumed")), moved = read_raw(out + "/step_00000002/model.safetensors");
-    for (const auto& [name, tensor] : moved.tensors) CHECK(second.tensors.at(name).bytes == tensor.bytes);
-    CHECK(second.tensors.at("inputs").bytes != first.tensors.at("inputs").bytes);
+    const SafeTensors second(file("resumed")), moved(out + "/step_00000002/model.safetensors");
+    for (const TensorView& t : moved.tensors) CHECK(same(t, second));
+    CHECK(!same(second.get("inputs", "I32", {B, T}), first));
 }

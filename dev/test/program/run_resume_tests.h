@@ -341,8 +341,9 @@ PROGRAM_TEST(run_bad_numbers_keep_what_was_learnt) {
     REQUIRE(checkpoint_steps(out).size() == 1);
     const std::string saved = checkpoint_folder(out, checkpoint_steps(out)[0]);
     CHECK(holds(r.err, "3 in a row", "the last good checkpoint is " + saved));
-    for (const auto& [name, tensor] : read_raw(saved + "/model.safetensors").tensors)
-        for (const float x : tensor.values<float>()) CHECK(std::isfinite(x));
+    const SafeTensors model(saved + "/model.safetensors");
+    for (const TensorView& t : model.tensors)
+        for (const float x : values_of<float>(t)) CHECK(std::isfinite(x));
 }
 
 // A sample that cannot be made, here one of more than a terabyte of keys and values, is a warning and not the end.

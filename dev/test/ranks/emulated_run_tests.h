@@ -70,7 +70,7 @@ EMULATED_TEST_LONG(emulated_gpus_give_the_same_bits) {
 EMULATED_TEST(emulated_gpu_dumps_its_precision) {
     using namespace emulated_runs;
     REQUIRE_GOOD(run(SMALL_ON_GPU + "--batch=4 --init=random --dump-state=@/state"));
-    CHECK_EQUAL(read_raw(file("state")).metadata.at("precision"), std::string("bf16"));
+    CHECK_EQUAL(SafeTensors(file("state")).metadata.at("precision"), std::string("bf16"));
 }
 
 // --attention-kernel: every kind computes the same loss. Each may err by the limit that engine_model_tests.h derives
