@@ -460,60 +460,25 @@ ENGINE_TEST(model_changing_a_token_changes_nothing_before_it) {
         check_causality<E>(options_of(model + options), E::WAYS - 1);
 }
 
-// In pieces, with the caches, against all at once. Where a row of a product does not depend on the others, the plain
-// kernels give the same bits.
+// Where a row of a product does not depend on the others, the plain kernels give the same bits.
 template <class E>
-void check_decoding_of_model(const Config& c, const std::vector<int>& pieces, int way) {
-    using Dev = typename E::Dev;
-    const auto dev = E::open();
-    E::set_way(*dev, way);
-    const int T = int(c.seq_len), C = int(c.dim);
-    Model<Dev> model(*dev, c, false);
-    model.initialise();
-    std::vector<int32_t> tokens;
-    for (uint64_t i = 0; i < uint64_t(T); i++) {
-        tokens.push_back(int32_t(random_below(256, 5, random_stream(RANDOM_TEST, 3), i)));
-        if (i % 41 == 23) tokens.back() = c.tokenizer == "gpt2" ? 50256 : 0;
-    }
-    Activations<Dev> whole(*dev, c, 1, T, INFERENCE), steps(*dev, c, 1, T, INFERENCE);
-    std::vector<typename E::Real> expected(size_t(T) * C), found(expected.size());
-    forward(model, whole, tokens.data(), 0, T);
-    dev->copy(expected.data(), (const typename E::Real*)whole.normed, expected.size());
-    size_t piece = 0;
-    for (int first = 0, count; first < T; first += count) {
-        count = std::min(pieces[std::min(piece++, pieces.size() - 1)], T - first);
-        forward(model, steps, tokens.data() + first, first, count);
-        dev->copy(found.data() + size_t(first) * C, (const typename E::Real*)steps.normed, size_t(count) * C);
-    }
-    if (E::SAME_BITS_BY_ROW && way == 0) CHECK(same_bits(found, expected));
-    else check_relative_error("decoding", found.data(), expected.data(), found.size(), model_limit<E>(c.layers));
-}
-ENGINE_TEST(model_decoding_is_prefill) {
-    for (const char* options : {"", "--attention full", ALL_OPTIONS})
-        for (int way = 0; way < E::WAYS; way++)
-            for (const std::vector<int>& pieces : {std::vector<int>{37, 30, 1}, std::vector<int>{7}}) {
-                Config c = engine_config(options);
-                c.seq_len = 100;
-                check_decoding_of_model<E>(c, pieces, way);
-            }
-}
-
-// Every position and its selections.
-template <class E>
-void check_decoding_to(int T, const std::string& options, int way) {
+void check_decoding_to(int T, const std::string& options, int way, const std::vector<int>& pieces = {1}) {
     const auto dev = E::template open<SelectionRecorder<typename E::Dev>>();
     E::set_way(*dev, way);
     const Config c = options_of(
         "--init random --dim 32 --heads 4 --kv-groups 2 --head-dim 16 --phi-hidden 16 "
         "--mlp-hidden 64 --seq-len " +
         std::to_string(T) + " " + options);
-    check_decoding(*dev, c, E::SAME_BITS_BY_ROW && way == 0 ? 0 : model_limit<E>(c.layers));
+    check_decoding(*dev, c, E::SAME_BITS_BY_ROW && way == 0 ? 0 : model_limit<E>(c.layers), pieces);
 }
 ENGINE_TEST(model_decoding_is_the_forward_pass_at_every_position) {
+    const std::string nsa = "--layers 1 --cmp-block 8 --cmp-stride 4 --slc-block 16 --slc-count 4 --window 24 ";
     for (int way = 0; way < E::WAYS; way++) {
-        check_decoding_to<E>(130, "--layers 1 --cmp-block 8 --cmp-stride 4 --slc-block 16 --slc-count 4 --window 24 ",
-                             way);
-        check_decoding_to<E>(70, std::string("--layers 1 --attention full ") + ALL_OPTIONS, way);
+        check_decoding_to<E>(130, nsa, way);
+        for (const std::vector<int>& pieces : {std::vector<int>{37, 30, 1}, {7}, {1}}) {
+            check_decoding_to<E>(100, nsa + ALL_OPTIONS, way, pieces);
+            check_decoding_to<E>(70, std::string("--layers 1 --attention full ") + ALL_OPTIONS, way, pieces);
+        }
     }
 }
 
