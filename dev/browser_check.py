@@ -2,17 +2,16 @@
 """Looks at a page of ./train_nsa in a headless Chromium, and compares what it shows with the JSON behind it:
 
     ./train_nsa inspect --from RUN --text FILE --html page.html --json page.json
-    dev/browser_check.py page.html page.json [--chromium PROGRAM] [--screenshots PREFIX]
+    dev/browser_check.py page.html page.json [--chromium PROGRAM]
         picks layers, groups and positions with the mouse and the keyboard
     ./train_nsa report --from RUN... --html page.html
-    dev/browser_check.py page.html [--chromium PROGRAM] [--screenshots PREFIX]
+    dev/browser_check.py page.html [--chromium PROGRAM]
         in a wide, a middling and a narrow window: every curve has its points, the values beside the mouse are right, no
         two texts of a chart overlap, none is cut off, and no window has to be scrolled sideways
 
 Needs Chromium (apt-get install chromium) and nothing of Python but its own library. A page must ask for nothing from
 elsewhere and report no error. Ends with "N checks, all good", or with what is wrong and status 1."""
 import argparse
-import base64
 import json
 import os
 import random
@@ -99,13 +98,6 @@ class Browser:
         self.evaluate(f"(()=>{{const e=document.getElementById('{select}');e.value='{value}';"
                       "e.dispatchEvent(new Event('change'))})()")
 
-    def screenshots(self, prefix):
-        """Light and dark, if a prefix is given."""
-        for scheme in ("light", "dark") if prefix else ():
-            self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-            with open(f"{prefix}_{scheme}.png", "wb") as file:
-                file.write(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
-
 
 checks = 0
 
@@ -151,7 +143,7 @@ def check_place(browser, data, layer, group, t):
     check(at + ", gates", shown["gates"], [100 * x for head in own["gates"][t] for x in head], limit=0.06)
 
 
-def check_inspect(browser, data, screenshots):
+def check_inspect(browser, data):
     tokens, shape, rng = len(data["tokens"]), data["shape"], random.Random(1)
     check("the text", browser.evaluate(TEXT), "".join(data["tokens"]))
     check_place(browser, data, 0, 0, tokens - 1)
@@ -168,9 +160,6 @@ def check_inspect(browser, data, screenshots):
             check_place(browser, data, layer, group, max(0, t - 1))
     browser.evaluate("location.hash='layer=0&group=0&position=0'")
     check_place(browser, data, 0, 0, 0)
-    browser.evaluate(f"location.hash='layer={shape['layers'] - 1}&group=0&position={tokens * 2 // 3}'")
-    browser.evaluate("scrollTo(0,0)")
-    browser.screenshots(screenshots)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -193,7 +182,7 @@ EDGE = """(()=>{const r=document.querySelector('svg.chart').getBoundingClientRec
   return[r.right-2,r.top+r.height/2]})()"""
 
 
-def check_report(browser, runs, screenshots):
+def check_report(browser, runs):
     # Of one run both losses are drawn, of several the one that decides.
     curves = {}
     for run in runs:
@@ -206,7 +195,6 @@ def check_report(browser, runs, screenshots):
         check(f"crowded at {width} pixels", browser.evaluate(CROWDED), [])
         check(f"points at {width} pixels", dict(browser.evaluate(DRAWN)),
               {name: len(values) for name, values in curves.items()})
-        browser.screenshots(screenshots and f"{screenshots}_{width}")
     x, y = browser.evaluate(EDGE)
     browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
     last = [values[-1] for values in curves.values()][:24]
@@ -218,7 +206,6 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("page"), parser.add_argument("json", nargs="?", help="of inspect; without it, a page of report")
     parser.add_argument("--chromium", default=shutil.which("chromium") or shutil.which("google-chrome"))
-    parser.add_argument("--screenshots", help="beginning of the names of the pictures, light and dark")
     options = parser.parse_args()
     if not options.chromium:
         stop("no chromium: apt-get install chromium, or --chromium PROGRAM")
@@ -229,10 +216,10 @@ def main():
         try:
             browser.open(options.page)
             if options.json:
-                check_inspect(browser, json.loads(text), options.screenshots)
+                check_inspect(browser, json.loads(text))
             else:
                 data = json.loads(text.split('id="data">')[1].split("</script>")[0])
-                check_report(browser, data["runs"], options.screenshots)
+                check_report(browser, data["runs"])
             for event in browser.events:
                 method, params = event.get("method"), event.get("params", {})
                 if method in ("Runtime.exceptionThrown", "Log.entryAdded"):

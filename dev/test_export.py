@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """test_export.py: what `train_nsa export` writes, as Hugging Face's transformers sees it.
 
-    python3 dev/test_export.py [--program ./train_nsa] [--vocab-dir DIR] [--keep DIR]
+    python3 dev/test_export.py [--program ./train_nsa] [--vocab-dir DIR]
 
 Trains small models for a few steps, exports them, and compares transformers with the program itself: logits on texts of
 1 to 3000 tokens, 512 greedy tokens with and without caches, the tokens of a text, and import(export(run)) == run, byte
 for byte. Prints a line for each comparison; exit status 1 if one fails. --vocab-dir: GPT-2's vocabulary, for which one
-that `train_nsa vocabulary` learns stands in otherwise. --keep: leaves the runs and exports in this folder.
+that `train_nsa vocabulary` learns stands in otherwise.
 
 Needs transformers, torch, safetensors and numpy (pip install them). Five minutes on two cores.
 """
@@ -257,13 +257,10 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--program", default="./train_nsa")
     parser.add_argument("--vocab-dir")
-    parser.add_argument("--keep")
     arguments = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = arguments.keep or temporary
-        os.makedirs(folder, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
         test(Program(arguments.program, folder), os.path.abspath(arguments.vocab_dir) if arguments.vocab_dir else None)
     print(f"{failures} failed" if failures else "all is the same")
     sys.exit(failures > 0)

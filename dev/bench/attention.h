@@ -12,8 +12,8 @@
 // models are like (dev/LOG.md); each by masked tiles and by gathered rows. The whole of NSA is reported for each, and
 // how many different blocks neighbours choose.
 //
-// --shape published: one sequence of 1024 to 65536 tokens in the shape for which others have published times, theirs
-// beside ours after each length.
+// --shape published: one sequence of 1024 to 65536 tokens in the shape for which others have published times, which
+// stand in dev/BENCHMARKS.md beside ours.
 #pragma once
 #include "../../nsa_kernels.cuh"
 #include "perf.h"
@@ -32,32 +32,6 @@ struct AttentionRow {
     double us[2] = {0, 0};     // 0: there is no such pass
     double floor[2] = {0, 0};  // microseconds at the measured ceilings; of a whole: the sum of its rows'
 };
-
-// What others have published for the shape of --shape published, milliseconds forward and backward: by the README of
-// github.com/XunhaoLai/native-sparse-attention-triton on an H100, and of mdy666's kernels on an H800.
-struct PublishedTime {
-    const char *what, *device;
-    int T;
-    double ms[2];
-};
-constexpr const char *SELECTED_ALONE = "selected alone", *COMPRESSED_SCORED = "compressed, with scores",
-                     *WHOLE_NSA = "NSA, all of it", *DENSE = "dense, FlashAttention-2",
-                     *DENSE_3 = "dense, FlashAttention-3";
-constexpr PublishedTime PUBLISHED_TIMES[] = {{SELECTED_ALONE, "H100", 8192, {3.40, 3.95}},
-                                             {SELECTED_ALONE, "H100", 32768, {12.4, 15.2}},
-                                             {SELECTED_ALONE, "H100", 65536, {24.5, 33.8}},
-                                             {COMPRESSED_SCORED, "H100", 8192, {1.61, 1.25}},
-                                             {COMPRESSED_SCORED, "H100", 32768, {15.0, 12.6}},
-                                             {COMPRESSED_SCORED, "H100", 65536, {53.0, 46.1}},
-                                             {DENSE, "H100", 8192, {3.04, 9.03}},
-                                             {DENSE, "H100", 32768, {46.0, 135.7}},
-                                             {DENSE, "H100", 65536, {187, 541}},
-                                             {WHOLE_NSA, "H800", 8192, {2.63, 5.57}},
-                                             {WHOLE_NSA, "H800", 32768, {13.2, 29.0}},
-                                             {WHOLE_NSA, "H800", 65536, {34.2, 73.7}},
-                                             {DENSE_3, "H800", 8192, {1.69, 5.01}},
-                                             {DENSE_3, "H800", 32768, {26.7, 74.8}},
-                                             {DENSE_3, "H800", 65536, {105, 292}}};
 
 // Every array that attention reads and writes, as in Activations.
 struct AttentionSet {
@@ -364,51 +338,6 @@ inline void print_attention_rows(const std::vector<AttentionRow>& rows, const Ns
     std::fflush(out);
 }
 
-// Ours, in milliseconds, of what others call `what`, with this kind of selection; 0: it was not timed.
-inline double our_ms(const std::vector<AttentionRow>& rows, const std::string& what, const std::string& kind, int T,
-                     int pass) {
-    std::vector<std::string> names = {WHOLE_FULL};
-    if (what == SELECTED_ALONE) names = {"selected, " + kind + ", auto"};
-    if (what == COMPRESSED_SCORED) names = {"compressed", "scores and choice"};
-    if (what == WHOLE_NSA) names = {"NSA, all of the above, " + kind};
-    double us = 0;
-    for (const AttentionRow& row : rows)
-        if (row.T == T && std::count(names.begin(), names.end(), row.name)) us += row.us[pass];
-    return us * 1e-3;
-}
-// The kind of selection that is most like the one that others were timed with: XunhaoLai's benchmark draws blocks
-// uniformly, and mdy666's kernels choose by random inputs, of what a query sees; null: it does not matter.
-inline const char* their_selection(const std::string& what) {
-    return what == SELECTED_ALONE ? "uniform" : what == WHOLE_NSA ? "scattered" : nullptr;
-}
-// Others' times beside ours, for the lengths that the rows have.
-inline void print_published(const std::vector<AttentionRow>& rows, std::FILE* out) {
-    std::fprintf(out,
-                 "\npublished for this shape, beside ours with a selection like theirs, and with the other kinds; a "
-                 "ratio below 1 is a gain\n%7s %-24s %-6s %-9s %9s %9s %6s\n",
-                 "T", "what", "their", "pass", "their ms", "our ms", "ratio");
-    for (const PublishedTime& p : PUBLISHED_TIMES)
-        for (const int pass : {0, 1}) {
-            const char* const theirs = their_selection(p.what);
-            const double ours = our_ms(rows, p.what, theirs ? theirs : "", p.T, pass);
-            if (ours <= 0) continue;  // this length was not timed
-            std::string others;
-            for (const char* kind : {"uniform", "scattered", "shared"}) {
-                const double ms = our_ms(rows, p.what, kind, p.T, pass);
-                if (theirs && std::strcmp(kind, theirs) && ms > 0)
-                    others += format_text("; selection %s: %.3f ms, %.2f", kind, ms, ms / p.ms[pass]);
-            }
-            const char* const direction = pass ? "backward" : "forward";
-            const std::string like = theirs ? format_text(", selection %s", theirs) : "";
-            std::fprintf(out, "%7d %-24s %-6s %-9s %9.2f %9.2f %6.2f%s%s\n", p.T, p.what, p.device, direction,
-                         p.ms[pass], ours, ours / p.ms[pass], like.c_str(), others.c_str());
-            std::fprintf(out,
-                         "result: published shape, %s, %s, %d: %s | %.3f | ms | theirs %.2f on an %s%s, ratio %.2f%s\n",
-                         p.what, p.device, p.T, direction, ours, p.ms[pass], p.device, like.c_str(), ours / p.ms[pass],
-                         others.c_str());
-        }
-    std::fflush(out);
-}
 // Lengths first_length, twice that, ... c.seq_len, of c.batch * c.seq_len tokens each, or of one sequence each; the
 // report goes to `out`.
 inline std::vector<AttentionRow> run_attention(Timed<Cuda>& dev, const Config& c, int first_length, int set_count,
@@ -428,7 +357,6 @@ inline std::vector<AttentionRow> run_attention(Timed<Cuda>& dev, const Config& c
         const NsaShape s = shape_of(c, one_sequence ? 1 : c.batch * c.seq_len / T, T);
         const std::vector<AttentionRow> rows = time_attention(dev, s, ceilings, set_count, repetitions, out);
         print_attention_rows(rows, s, ceilings, out);
-        if (one_sequence) print_published(rows, out);  // now, since the next length may not fit, or may not end
         all.insert(all.end(), rows.begin(), rows.end());
     }
     print_last_ceilings(dev, format_text("attention, %lld tokens", c.batch * c.seq_len), ceilings, ceiling_size, out);

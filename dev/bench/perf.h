@@ -441,30 +441,6 @@ void print_last_ceilings(Timed<Dev>& dev, const std::string& name, const Ceiling
     std::fflush(out);
 }
 
-// What Muon adds to a step: by counts at the half million tokens that large runs take, and what it took here.
-inline void print_muon(const TensorList& table, const std::map<std::string, OperationTime>& times, double seconds,
-                       std::FILE* out) {
-    constexpr double TOKENS = 524288;
-    double flops = 0, muons = 0;
-    int matrices = 0, calls = 0;
-    for (const Piece& m : muon_matrices(table)) {
-        flops += NEWTON_SCHULZ_STEPS * newton_schulz_step_flops(m.rows, m.columns);
-        matrices++;
-    }
-    for (const auto& [operation, o] : times) {
-        if (operation.compare(0, 4, "muon") != 0) continue;
-        muons += o.seconds;
-        calls += int(o.calls);
-    }
-    const double of_tokens = 6 * double(table.parameters) * TOKENS;
-    std::fprintf(
-        out,
-        "muon: %d matrices n x w, n <= w, take the sum of %d (4 n^2 w + 2 n^3) = %.4g GFLOP a step, %.2f %% of "
-        "the 6 N tokens = %.4g GFLOP of %.0f tokens; here %d operations and %.1f us, %.1f %% of the step\n",
-        matrices, NEWTON_SCHULZ_STEPS, flops * 1e-9, 100 * flops / of_tokens, of_tokens * 1e-9, TOKENS, calls,
-        muons * 1e6, 100 * muons / seconds);
-}
-
 // Steps as training makes them, on the same tokens each time.
 template <class Dev>
 struct PerfStep {
@@ -635,7 +611,6 @@ int perf_on(Timed<Dev>& dev, const Config& c, int timed_steps = 5, int ceiling_s
                 all_floors += floor;
         }
         print("all operations", all, all_floors);
-        if (model.muon) print_muon(model.table, times, seconds, out);
         std::fprintf(out, "the step %.0f us, the median of %zu: %.1f tokens/s with a clock around every operation\n",
                      seconds * 1e6, timings.size(), tokens / seconds);
         std::fprintf(out,
