@@ -7,12 +7,7 @@
 
 #include "cuda_on_cpu.h"
 
-enum cublasStatus_t {
-    CUBLAS_STATUS_SUCCESS = 0,
-    CUBLAS_STATUS_NOT_INITIALIZED = 1,
-    CUBLAS_STATUS_INVALID_VALUE = 7,
-    CUBLAS_STATUS_NOT_SUPPORTED = 15
-};
+enum cublasStatus_t { CUBLAS_STATUS_SUCCESS = 0, CUBLAS_STATUS_INVALID_VALUE = 7, CUBLAS_STATUS_NOT_SUPPORTED = 15 };
 enum cublasOperation_t { CUBLAS_OP_N = 0, CUBLAS_OP_T = 1 };
 enum cublasComputeType_t { CUBLAS_COMPUTE_32F = 68, CUBLAS_COMPUTE_32F_FAST_TF32 = 77 };
 enum cudaDataType_t { CUDA_R_32F = 0, CUDA_R_16BF = 14 };
@@ -81,10 +76,7 @@ struct cublasLtMatmulHeuristicResult_t {
 };
 
 inline const char* cublasLtGetStatusString(cublasStatus_t s) {
-    return s == CUBLAS_STATUS_SUCCESS         ? "success"
-           : s == CUBLAS_STATUS_INVALID_VALUE ? "invalid value"
-           : s == CUBLAS_STATUS_NOT_SUPPORTED ? "not supported"
-                                              : "not initialized";
+    return s == CUBLAS_STATUS_NOT_SUPPORTED ? "not supported" : "refused by cublasLt_on_cpu";
 }
 inline cublasStatus_t cublasLtCreate(cublasLtHandle_t* handle) {
     return *handle = new emu::BlasHandle, CUBLAS_STATUS_SUCCESS;
@@ -159,25 +151,41 @@ inline cublasStatus_t check_shapes(const MatmulDescription& d, const MatrixLayou
     return CUBLAS_STATUS_SUCCESS;
 }
 
-EMU_ENGINE inline float get_element(const char* p, cudaDataType_t type, size_t i) {
-    return type == CUDA_R_32F ? ((const float*)p)[i] : float(((const __nv_bfloat16*)p)[i]);
-}
-EMU_ENGINE inline void put_element(char* p, cudaDataType_t type, size_t i, float value) {
-    if (type == CUDA_R_32F) ((float*)p)[i] = value;
-    else ((__nv_bfloat16*)p)[i] = __nv_bfloat16(value);
-}
+struct Matrix {  // in device memory, or a batch of them
+    char* data;
+    MatrixLayout layout;
+    EMU_ENGINE Matrix of_batch(size_t batch) const {
+        return {data + batch * size_t(layout.batch_stride) * layout.element(), layout};
+    }
+    EMU_ENGINE char* at(size_t row, size_t column) const {
+        return data + (column * size_t(layout.leading) + row) * layout.element();
+    }
+    EMU_ENGINE float get(size_t row, size_t column) const {
+        const char* p = at(row, column);
+        return layout.type == CUDA_R_32F ? *(const float*)p : float(*(const __nv_bfloat16*)p);
+    }
+    EMU_ENGINE void put(size_t row, size_t column, float value) const {
+        if (layout.type == CUDA_R_32F) *(float*)at(row, column) = value;
+        else *(__nv_bfloat16*)at(row, column) = __nv_bfloat16(value);
+    }
+    // Fails unless an array of device memory holds it. Whether it is aligned as asked.
+    bool check(const char* what, uint32_t alignment) const {
+        check_device_array(what, data, layout.bytes());
+        return uintptr_t(data) % alignment == 0;
+    }
+    bool overlaps(const Matrix& o) const { return data < o.data + o.layout.bytes() && o.data < data + layout.bytes(); }
+};
 
-// One matrix of a batch as fp32, packed[k * width + i] = op(matrix)(i, k), i padded with zeros to `width`.
+// A matrix as fp32, packed[k * width + i] = op(matrix)(i, k), i padded with zeros to `width`.
 // by_rows: an element's row is its i, its column its k; else the other way round.
-EMU_ENGINE inline std::vector<float> pack(const char* p, const MatrixLayout& l, bool by_rows, size_t width) {
-    const size_t depth = by_rows ? l.columns : l.rows;
-    std::vector<float> packed(depth * width);
+EMU_ENGINE inline std::vector<float> pack(const Matrix& m, bool by_rows, size_t width) {
+    const MatrixLayout& l = m.layout;
+    std::vector<float> packed((by_rows ? l.columns : l.rows) * width);
     float* out = packed.data();
     for (size_t column = 0; column < l.columns; column++) {
-        EMU_ACCESS(p + column * size_t(l.leading) * l.element(), l.rows * l.element(), READ);
+        EMU_ACCESS(m.at(0, column), l.rows * l.element(), READ);
         for (size_t row = 0; row < l.rows; row++)
-            out[by_rows ? column * width + row : row * width + column] =
-                get_element(p, l.type, column * size_t(l.leading) + row);
+            out[by_rows ? column * width + row : row * width + column] = m.get(row, column);
     }
     return packed;
 }
@@ -200,44 +208,32 @@ EMU_ENGINE inline void multiply_tile(const float* a, size_t a_width, const float
 struct Matmul {
     MatmulDescription description;
     float alpha, beta;
-    const char *a, *b, *c;
-    char* out;
-    MatrixLayout a_layout, b_layout, c_layout, out_layout;
+    Matrix a, b, c, out;
 
     EMU_ENGINE void run() const {
         const OpenRange open;
-        for (int batch = 0; batch < out_layout.batches; batch++) run_batch(size_t(batch));
+        for (size_t i = 0; i < size_t(out.layout.batches); i++)
+            run_one(a.of_batch(i), b.of_batch(i), c.of_batch(i), out.of_batch(i));
         check_guards();
     }
-    EMU_ENGINE void run_batch(size_t batch) const {
-        auto of_batch = [batch](const char* p, const MatrixLayout& l) {
-            return p + batch * size_t(l.batch_stride) * l.element();
-        };
-        const size_t m = out_layout.rows, n = out_layout.columns, m_padded = (m + 15) / 16 * 16,
+    EMU_ENGINE void run_one(const Matrix& x, const Matrix& y, const Matrix& addend, const Matrix& result) const {
+        const size_t m = result.layout.rows, n = result.layout.columns, m_padded = (m + 15) / 16 * 16,
                      n_padded = (n + 3) / 4 * 4;
-        const std::vector<float> pa =
-            pack(of_batch(a, a_layout), a_layout, description.transpose_a == CUBLAS_OP_N, m_padded);
-        const std::vector<float> pb =
-            pack(of_batch(b, b_layout), b_layout, description.transpose_b == CUBLAS_OP_T, n_padded);
-        const size_t depth = pa.size() / m_padded;
-        const char* addend = of_batch(c, c_layout);
-        char* result = (char*)of_batch(out, out_layout);
-        const cudaDataType_t type = out_layout.type;
-        for (size_t j = 0; j < n && beta != 0; j++)
-            EMU_ACCESS(addend + j * size_t(c_layout.leading) * c_layout.element(), m * c_layout.element(), READ);
+        const std::vector<float> px = pack(x, description.transpose_a == CUBLAS_OP_N, m_padded);
+        const std::vector<float> py = pack(y, description.transpose_b == CUBLAS_OP_T, n_padded);
+        for (size_t j = 0; j < n && beta != 0; j++) EMU_ACCESS(addend.at(0, j), m * addend.layout.element(), READ);
         for (size_t j0 = 0; j0 < n; j0 += 4)
             for (size_t i0 = 0; i0 < m; i0 += 16) {
                 float sums[4][16];
-                multiply_tile(pa.data() + i0, m_padded, pb.data() + j0, n_padded, depth, sums);
+                multiply_tile(px.data() + i0, m_padded, py.data() + j0, n_padded, px.size() / m_padded, sums);
                 for (size_t j = j0; j < j0 + 4 && j < n; j++)
                     for (size_t i = i0; i < i0 + 16 && i < m; i++) {
                         float v = alpha * sums[j - j0][i - i0];
-                        if (beta != 0) v += beta * get_element(addend, type, j * size_t(c_layout.leading) + i);
-                        put_element(result, type, j * size_t(out_layout.leading) + i, v);
+                        if (beta != 0) v += beta * addend.get(i, j);
+                        result.put(i, j, v);
                     }
             }
-        for (size_t j = 0; j < n; j++)
-            EMU_ACCESS(result + j * size_t(out_layout.leading) * out_layout.element(), m * out_layout.element(), WRITE);
+        for (size_t j = 0; j < n; j++) EMU_ACCESS(result.at(0, j), m * result.layout.element(), WRITE);
     }
 };
 inline bool no_matmul_algorithm = false;  // a test sets it: no product is supported
@@ -294,27 +290,20 @@ inline cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc
     const emu::Matmul matmul = {*d,
                                 *(const float*)alpha,
                                 *(const float*)beta,
-                                (const char*)a,
-                                (const char*)b,
-                                (const char*)c,
-                                (char*)out,
-                                *a_layout,
-                                *b_layout,
-                                *c_layout,
-                                *out_layout};
-    auto check = [&](const char* what, const void* p, const emu::MatrixLayout& l) {
-        emu::check_device_array(what, p, l.bytes());
-        return uintptr_t(p) % (algo ? algo->alignment : 16) == 0;
-    };
-    bool aligned = check("cublasLtMatmul, matrix a", a, *a_layout) & check("cublasLtMatmul, matrix b", b, *b_layout) &
-                   check("cublasLtMatmul, matrix d", out, *out_layout);
-    if (matmul.beta != 0) aligned &= check("cublasLtMatmul, matrix c", c, *c_layout);
+                                {(char*)a, *a_layout},
+                                {(char*)b, *b_layout},
+                                {(char*)c, *c_layout},
+                                {(char*)out, *out_layout}};
+    const emu::Matrix& result = matmul.out;
+    const uint32_t alignment = algo ? algo->alignment : 16;
+    bool aligned = matmul.a.check("cublasLtMatmul, matrix a", alignment) &
+                   matmul.b.check("cublasLtMatmul, matrix b", alignment) &
+                   result.check("cublasLtMatmul, matrix d", alignment);
+    if (matmul.beta != 0) aligned &= matmul.c.check("cublasLtMatmul, matrix c", alignment);
     if (!aligned) return CUBLAS_STATUS_INVALID_VALUE;
-    auto overlaps = [&](const void* p, const emu::MatrixLayout& l) {
-        return (char*)p < (char*)out + out_layout->bytes() && (char*)out < (char*)p + l.bytes();
-    };
-    if (overlaps(a, *a_layout) || overlaps(b, *b_layout)) emu::stop("cublasLtMatmul: matrix d overlaps matrix a or b");
-    if (matmul.beta != 0 && overlaps(c, *c_layout) && (c != out || c_layout->leading != out_layout->leading))
+    if (result.overlaps(matmul.a) || result.overlaps(matmul.b))
+        emu::stop("cublasLtMatmul: matrix d overlaps matrix a or b");
+    if (matmul.beta != 0 && result.overlaps(matmul.c) && (c != out || c_layout->leading != out_layout->leading))
         emu::stop("cublasLtMatmul: matrix d overlaps matrix c, but is not the same");
     emu::enqueue(stream, [=] { matmul.run(); });
     return CUBLAS_STATUS_SUCCESS;

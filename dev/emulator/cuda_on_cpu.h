@@ -536,16 +536,10 @@ inline cudaError_t last_error = cudaSuccess;
 inline cudaError_t error(cudaError_t e) { return last_error = e; }
 }  // namespace emu
 inline const char* cudaGetErrorName(cudaError_t e) {
-    return e == cudaSuccess                 ? "cudaSuccess"
-           : e == cudaErrorMemoryAllocation ? "cudaErrorMemoryAllocation"
-           : e == cudaErrorNotReady         ? "cudaErrorNotReady"
-                                            : "cudaError";
+    return e == cudaErrorMemoryAllocation ? "cudaErrorMemoryAllocation" : "cudaError";
 }
 inline const char* cudaGetErrorString(cudaError_t e) {
-    return e == cudaSuccess                 ? "no error"
-           : e == cudaErrorMemoryAllocation ? "out of memory"
-           : e == cudaErrorNotReady         ? "device not ready"
-                                            : "an error of cuda_on_cpu";
+    return e == cudaErrorMemoryAllocation ? "out of memory" : "an error of cuda_on_cpu";
 }
 inline cudaError_t cudaGetLastError() {
     const cudaError_t e = emu::last_error;

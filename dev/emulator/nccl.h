@@ -106,7 +106,9 @@ struct Communicator {
 using ncclComm_t = emu::Communicator*;
 
 inline const char* ncclGetErrorString(ncclResult_t r) {
-    return r == ncclRemoteError ? "remote process exited" : "an error of nccl_on_cpu";
+    return r == ncclRemoteError       ? "remote process exited"
+           : r == ncclInvalidArgument ? "invalid argument"
+                                      : "an error of nccl_on_cpu";
 }
 inline const char* ncclGetLastError(ncclComm_t) { return "nccl_on_cpu"; }
 inline ncclResult_t ncclGetVersion(int* version) { return *version = 22809, ncclSuccess; }
