@@ -382,26 +382,6 @@ TEST_ON(ModelEngines, model_resumed_equals_uninterrupted, false) {  // checkpoin
     }
 }
 
-// What a checkpoint begins with is the master as it was drawn, not as bf16 has it; the test before has what comes back.
-ENGINE_TEST(model_checkpoint_holds_the_master) {
-    if constexpr (!E::Dev::has_master) {
-        skip(format_text("%s_model_checkpoint_holds_the_master: the parameters are the master", E::name));
-    } else {
-        const Config c = engine_config();
-        const auto dev = E::open();
-        ModelRun<typename E::Dev> run(*dev, c, 1);
-        run.model.initialise();
-        std::vector<std::vector<float>> buffers;
-        const std::vector<TensorView> views = view_tensors(*dev, run.model.table.specs, run.model.master, "", buffers);
-        REQUIRE(views.size() == run.model.table.specs.size());
-        for (size_t index = 0; index < views.size(); index++) {
-            const TensorSpec& t = run.model.table.specs[index];
-            for (size_t i = 0; i < t.size; i += 37)
-                CHECK_EQUAL(buffers[index][i], initial_value(t, index, i, uint64_t(c.seed), c.layers, c.init));
-        }
-    }
-}
-
 // Whatever stands at a position, everything before it keeps its bits: what the last layer gives, the branches' outputs
 // and the selections.
 template <class E>
