@@ -3,6 +3,8 @@
 #include <map>
 #include <set>
 
+#include <csignal>
+
 #include "../../../lib/data/synthetic.h"
 #include "../../../dataloader.h"
 #include "../harness.h"
@@ -81,6 +83,28 @@ TEST(shard_writer_leaves_nothing_unfinished) {
     write_file(folder.file("blocked"), "");
     ShardWriter blocked(folder.file("blocked/x"), "val", 0, 10, 256);
     CHECK_FAILS(1, "blocked/x_val_000000.bin.tmp", blocked.write(tokens, 1));
+}
+
+// A limit on the size of a file fails like a full disk.
+TEST(shard_writer_reports_a_full_disk) {
+    TempFolder folder;
+    const std::string path = folder.file("c_train_000000.bin");
+    const std::vector<uint16_t> tokens(100000, 1);
+    signal(SIGXFSZ, SIG_IGN);
+    struct rlimit before;
+    REQUIRE(getrlimit(RLIMIT_FSIZE, &before) == 0);
+    for (const bool at_the_end : {true, false}) {  // seen when the buffer is flushed by close(), and while writing
+        const struct rlimit small = {1030, before.rlim_max};
+        setrlimit(RLIMIT_FSIZE, &small);
+        const std::string error = error_of([&] {
+            ShardWriter writer(folder.file("c"), "train", 0, 1 << 20, 256);
+            writer.write(tokens.data(), at_the_end ? 10 : tokens.size());
+            writer.close();
+        });
+        setrlimit(RLIMIT_FSIZE, &before);
+        CHECK(holds(error, "c_train_000000.bin.tmp: File too large"));
+        CHECK(!file_exists(path) && !file_exists(path + ".tmp"));
+    }
 }
 
 TEST(shard_header_damage_is_named) {
