@@ -9,8 +9,7 @@
 // branch's cost depends on what neighbouring tokens have in common, so it is timed on three selections that are drawn:
 // "uniform", as the published benchmark draws it (selections.h); "scattered", where neighbours share only what every
 // query gets; and "shared", where 64 neighbours share three quarters of what they may choose, which is what trained
-// models are like (dev/LOG.md); each by masked tiles and by gathered rows. The whole of NSA is reported for each, and
-// how many different blocks neighbours choose.
+// models are like (dev/LOG.md); each by masked tiles and by gathered rows. The whole of NSA is reported for each.
 //
 // --shape published: one sequence of 1024 to 65536 tokens in the shape for which others have published times, which
 // stand in dev/BENCHMARKS.md beside ours.
@@ -253,9 +252,6 @@ inline std::vector<AttentionRow> time_attention(Timed<Cuda>& dev, const NsaShape
                           {"scattered", &AttentionSet::scattered, NSA_SCATTERED},
                           {"shared", &AttentionSet::shared, NSA_SHARED}};
     for (const auto& [kind, selection, whole] : kinds) {
-        std::vector<uint32_t> masks(size_t(s.B) * s.G * s.T * size_t(s.selection_words()));
-        dev.copy(masks.data(), (const uint32_t*)((*sets[0]).*selection), masks.size());
-        std::fprintf(out, "T %d, %s\n", s.T, describe_selection(kind, masks, s).c_str());
         for (const SelectedKernel kernel : {SelectedKernel::TILES, SelectedKernel::GATHER}) {
             dev.selected_kernel = kernel;
             branch("selected, " + kind + (kernel == SelectedKernel::TILES ? ", tiles" : ", gathered"), SLC, s,
@@ -264,7 +260,7 @@ inline std::vector<AttentionRow> time_attention(Timed<Cuda>& dev, const NsaShape
         dev.selected_kernel = SelectedKernel::AUTO;
         branch("selected, " + kind + ", auto", SLC, s, selection, whole);
         together("selected, " + kind + ", window, sum", s, selection, whole);
-        std::fprintf(out, "T %d, %s: %s\n", s.T, kind.c_str(), dev.describe_selected(s).c_str());
+        print_to(out, "T %d, %s: %s\n", s.T, kind, dev.describe_selected(s));
     }
     dev.selected_kernel = asked;
     branch("window", WIN, s, nullptr, NSA);
@@ -298,18 +294,17 @@ inline std::vector<AttentionRow> time_attention(Timed<Cuda>& dev, const NsaShape
 // Prints the rows of one length and their result lines.
 inline void print_attention_rows(const std::vector<AttentionRow>& rows, const NsaShape& s, const Ceilings& ceilings,
                                  std::FILE* out) {
-    std::fprintf(out, "\n%7s %4s %-32s %-9s %11s %11s %11s %11s %9s %7s %9s %7s\n", "T", "B", "operation", "pass", "us",
-                 "floor us", "GFLOP", "MB", "TFLOP/s", "of peak", "GB/s", "of peak");
+    print_to(out, "\n%7s %4s %-32s %-9s %11s %11s %11s %11s %9s %7s %9s %7s\n", "T", "B", "operation", "pass", "us",
+             "floor us", "GFLOP", "MB", "TFLOP/s", "of peak", "GB/s", "of peak");
     for (const AttentionRow& row : rows)
         for (int pass = 0; pass < 2; pass++) {
             if (row.us[pass] <= 0) continue;
             const double seconds = row.us[pass] * 1e-6, flops = row.work[pass].flops / seconds,
                          bytes = row.work[pass].bytes / seconds;
-            std::fprintf(out, "%7d %4d %-32s %-9s %11.1f %11.1f %11.6g %11.6g %9.2f %6.1f%% %9.1f %6.1f%%\n", row.T,
-                         row.B, row.name.c_str(), pass ? "backward" : "forward", row.us[pass], row.floor[pass],
-                         row.work[pass].flops * 1e-9, row.work[pass].bytes * 1e-6, flops * 1e-12,
-                         100 * flops / ceilings.flops_per_second, bytes * 1e-9,
-                         100 * bytes / ceilings.bytes_per_second);
+            print_to(out, "%7d %4d %-32s %-9s %11.1f %11.1f %11.6g %11.6g %9.2f %6.1f%% %9.1f %6.1f%%\n", row.T, row.B,
+                     row.name, pass ? "backward" : "forward", row.us[pass], row.floor[pass],
+                     row.work[pass].flops * 1e-9, row.work[pass].bytes * 1e-6, flops * 1e-12,
+                     100 * flops / ceilings.flops_per_second, bytes * 1e-9, 100 * bytes / ceilings.bytes_per_second);
         }
     auto named = [&](const char* name) {
         return &*std::find_if(rows.begin(), rows.end(), [&](const AttentionRow& r) { return r.name == name; });
@@ -318,8 +313,8 @@ inline void print_attention_rows(const std::vector<AttentionRow>& rows, const Ns
     const std::pair<const AttentionRow*, const char*> others[] = {{named(WHOLE_UNIFORM), "uniform"},
                                                                   {named(WHOLE_SCATTERED), "scattered"}};
     for (const auto& [row, name] : {others[0], others[1], std::pair(&shared, "shared")})
-        std::fprintf(out, "        NSA / full attention, %s: %.2f forward, %.2f backward\n", name,
-                     row->us[0] / full.us[0], row->us[1] / full.us[1]);
+        print_to(out, "        NSA / full attention, %s: %.2f forward, %.2f backward\n", name, row->us[0] / full.us[0],
+                 row->us[1] / full.us[1]);
     const std::string shape = format_text("%d x %d, %d heads in %d groups of dimension %d", s.B, s.T, s.H, s.G, s.D);
     for (const bool dense : {false, true})
         for (const int pass : {0, 1}) {
@@ -330,10 +325,10 @@ inline void print_attention_rows(const std::vector<AttentionRow>& rows, const Ns
                 if (!dense)
                     ratio += format_text("; selection %s: %.1f us, %.2f", name, other->us[pass],
                                          other->us[pass] / full.us[pass]);
-            std::fprintf(
-                out, "result: attention, %s, %d x %d: %s | %.1f | us | %s%s; floor %.1f us at the measured ceilings\n",
-                dense ? "full" : "NSA", s.B, s.T, pass ? "backward" : "forward", row.us[pass], shape.c_str(),
-                ratio.c_str(), row.floor[pass]);
+            print_to(out,
+                     "result: attention, %s, %d x %d: %s | %.1f | us | %s%s; floor %.1f us at the measured ceilings\n",
+                     dense ? "full" : "NSA", s.B, s.T, pass ? "backward" : "forward", row.us[pass], shape, ratio,
+                     row.floor[pass]);
         }
     std::fflush(out);
 }
@@ -344,14 +339,13 @@ inline std::vector<AttentionRow> run_attention(Timed<Cuda>& dev, const Config& c
                                                int repetitions, int ceiling_size, std::FILE* out,
                                                bool one_sequence = false) {
     const Ceilings ceilings = measure_ceilings(dev, ceiling_size);
-    std::fprintf(out, "attention of one layer, %s%lld tokens%s, %lld heads in %lld groups of dimension %lld, on %s\n",
-                 one_sequence ? "one sequence of at most " : "", (long long)(c.batch * c.seq_len),
-                 one_sequence ? "" : " in all", (long long)c.heads, (long long)c.kv_groups, (long long)c.head_dim,
-                 dev.describe().c_str());
-    ceilings.print(out, "beginning");
-    std::fprintf(out,
-                 "floor: the longer of FLOPs at the first ceiling and bytes at the second; of a whole: the sum of its "
-                 "rows' floors\n");
+    print_to(out, "attention of one layer, %s%d tokens%s, %d heads in %d groups of dimension %d, on %s\n",
+             one_sequence ? "one sequence of at most " : "", (c.batch * c.seq_len), one_sequence ? "" : " in all",
+             c.heads, c.kv_groups, c.head_dim, dev.describe());
+    ceilings.print(out);
+    print_to(out,
+             "floor: the longer of FLOPs at the first ceiling and bytes at the second; of a whole: the sum of its "
+             "rows' floors\n");
     std::vector<AttentionRow> all;
     for (int64_t T = first_length; T <= c.seq_len; T *= 2) {
         const NsaShape s = shape_of(c, one_sequence ? 1 : c.batch * c.seq_len / T, T);
@@ -359,7 +353,7 @@ inline std::vector<AttentionRow> run_attention(Timed<Cuda>& dev, const Config& c
         print_attention_rows(rows, s, ceilings, out);
         all.insert(all.end(), rows.begin(), rows.end());
     }
-    print_last_ceilings(dev, format_text("attention, %lld tokens", c.batch * c.seq_len), ceilings, ceiling_size, out);
+    print_last_ceilings(dev, format_text("attention, %d tokens", c.batch * c.seq_len), ceilings, ceiling_size, out);
     return all;
 }
 // Whether the words say --shape published, which it takes out of them.

@@ -55,11 +55,11 @@ static void print_conditions() {
         if (line.compare(0, 10, "model name") == 0) processor = line.substr(line.find(':') + 2);
     double load[3] = {};
     if (getloadavg(load, 3) != 3) load[0] = -1;
-    std::printf("# processor: %s, %d usable, vectors of %d bytes, bf16 dot products: %s, AMX: %s\n", processor.c_str(),
-                usable_processors(), VECTOR_BYTES, HAVE_BF16 ? "yes" : "no", amx_granted() ? "yes" : "no");
-    if (!HAVE_BF16) std::printf("# no bf16 dot products here: what is measured in bf16 elsewhere is left out\n");
-    std::printf("# built by g++ %s, %d threads\n", __VERSION__, omp_get_max_threads());
-    std::printf("# load averages now: %.2f %.2f %.2f\n", load[0], load[1], load[2]);
+    print("# processor: %s, %d usable, vectors of %d bytes, bf16 dot products: %s, AMX: %s\n", processor,
+          usable_processors(), VECTOR_BYTES, HAVE_BF16 ? "yes" : "no", amx_granted() ? "yes" : "no");
+    if (!HAVE_BF16) print("# no bf16 dot products here: what is measured in bf16 elsewhere is left out\n");
+    print("# built by g++ %s, %d threads\n", __VERSION__, omp_get_max_threads());
+    print("# load averages now: %.2f %.2f %.2f\n", load[0], load[1], load[2]);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -118,12 +118,12 @@ static double processor_seconds_of(const std::function<void()>& operation) {
 
 static void bench_decode(Config c, bool bf16) {
     omp_set_num_threads(1);
-    std::printf(
-        "%s, %lld layers, %s, one thread, processor time: a token behind T - 1 others; keys are those that it "
-        "sees in a layer and group, counted from the selection, and T/d + n l' + w\n",
-        c.model.c_str(), (long long)c.layers, bf16 ? "bf16" : "fp32");
-    std::printf("%-6s | %8s %8s %12s | %8s %12s | %s\n", "T", "NSA keys", "formula", "ms a token", "full", "ms a token",
-                "full / NSA");
+    print(
+        "%s, %d layers, %s, one thread, processor time: a token behind T - 1 others; keys are those that it sees in a "
+        "layer and group, counted from the selection, and T/d + n l' + w\n",
+        c.model, c.layers, bf16 ? "bf16" : "fp32");
+    print("%-6s | %8s %8s %12s | %8s %12s | %s\n", "T", "NSA keys", "formula", "ms a token", "full", "ms a token",
+          "full / NSA");
     for (int T = 1024; T <= 65536; T *= 2) {
         std::vector<double> seconds[2];
         std::unique_ptr<DecodeBench> kinds[2];
@@ -137,8 +137,8 @@ static void bench_decode(Config c, bool bf16) {
         const double nsa = median_of(seconds[0]), full = median_of(seconds[1]);
         const int64_t formula =
             T / c.cmp_stride + std::min<int64_t>(T, c.slc_count * c.slc_block) + std::min<int64_t>(T, c.window);
-        std::printf("%-6d | %8.0f %8lld %12.2f | %8d %12.2f | %10.2f\n", T, kinds[0]->keys_seen(), (long long)formula,
-                    nsa * 1e3, T, full * 1e3, full / nsa);
+        print("%-6d | %8.0f %8d %12.2f | %8d %12.2f | %10.2f\n", T, kinds[0]->keys_seen(), formula, nsa * 1e3, T,
+              full * 1e3, full / nsa);
         std::fflush(stdout);
     }
 }
@@ -147,28 +147,23 @@ static void bench_decode(Config c, bool bf16) {
 // Training steps on random tokens; the engine clocks each operation.
 struct StepBench {
     Timed<Cpu<float>> dev;
-    Config config;
-    std::unique_ptr<Model<Timed<Cpu<float>>>> model;
-    std::unique_ptr<Activations<Timed<Cpu<float>>>> activations;
-    std::vector<int32_t> tokens;
-    int64_t steps = 0;
-
-    StepBench(const Config& c, bool bf16) : config(c), tokens(size_t(c.batch * c.seq_len)) {
-        dev.gemm.bf16 = bf16;
-        model = std::make_unique<Model<Timed<Cpu<float>>>>(dev, c, true);
-        activations = std::make_unique<Activations<Timed<Cpu<float>>>>(dev, c, c.batch, c.seq_len, TRAINING);
-        model->initialise();
-        for (size_t i = 0; i < tokens.size(); i++)
-            tokens[i] = int32_t(random_below(uint64_t(c.vocab_size), 1, random_stream(RANDOM_TEST), i));
-    }
+    Model<Timed<Cpu<float>>> model;
+    Activations<Timed<Cpu<float>>> a;
+    PerfStep<Cpu<float>> perf;
     double forward_seconds = 0;  // of the last step: what prefill takes, without logits
 
+    StepBench(const Config& c, bool bf16)
+        : model(dev, c, true), a(dev, c, c.batch, c.seq_len, TRAINING), perf(model, a) {
+        dev.gemm.bf16 = bf16;
+        model.initialise();
+    }
+    double tokens() const { return double(perf.tokens.size()); }
     void step() {
-        dev.zero(model->grads, model->table.total);
-        forward_seconds = seconds_of([&] { forward(*model, *activations, tokens.data(), 0, int(config.seq_len)); });
-        classify(*model, *activations, tokens.data(), 1 / double(tokens.size()), true);
-        backward(*model, *activations);
-        update(*model, ++steps, 1e-4);
+        dev.zero(model.grads, model.table.total);
+        forward_seconds = seconds_of([&] { forward(model, a, perf.tokens.data(), 0, a.shape.T); });
+        classify(model, a, perf.tokens.data(), 1 / tokens(), true);
+        backward(model, a);
+        update(model, ++perf.steps, 1e-4);
     }
 };
 
@@ -176,7 +171,7 @@ static void bench_step(const Config& c, bool bf16, int steps) {
     Timed<Cpu<float>> dev;
     dev.gemm.bf16 = bf16;
     perf_on(dev, c, steps);
-    std::printf("peak memory %.0f MiB\n", peak_memory_mib());
+    print("peak memory %.0f MiB\n", peak_memory_mib());
 }
 
 static void bench_rate(const Config& c, bool bf16, const std::string& name, int steps) {
@@ -184,8 +179,7 @@ static void bench_rate(const Config& c, bool bf16, const std::string& name, int 
     constexpr int warm_up = 2;
     for (int i = 0; i < warm_up + steps; i++) {
         const double s = seconds_of([&] { bench.step(); });
-        std::printf(i < warm_up ? "# %s: %.1f tokens/s to warm up\n" : "rate %s %.1f\n", name.c_str(),
-                    double(bench.tokens.size()) / s);
+        print(i < warm_up ? "# %s: %.1f tokens/s to warm up\n" : "rate %s %.1f\n", name, bench.tokens() / s);
         std::fflush(stdout);
     }
 }
@@ -204,7 +198,7 @@ struct FullBench {
     double keys = 0;  // that a query sees, on average
 
     FullBench(const Config& c, bool bf16) : bench(c, bf16) {
-        const NsaShape& s = bench.activations->shape;
+        const NsaShape& s = bench.a.shape;
         for (const Branch branch : {CMP, SLC, WIN})
             if (s.has(branch)) keys += attention_pairs(branch, s) / double(s.query_rows());
     }
@@ -226,7 +220,7 @@ struct FullBench {
         x[WITH_COMPRESSION] = x[ATTENTION] + x[COMPRESSION];
         for (int row = 0; row < ROWS; row++) seconds[row].push_back(x[row]);
     }
-    double us_a_token(int row) const { return 1e6 * median_of(seconds[row]) / double(bench.tokens.size()); }
+    double us_a_token(int row) const { return 1e6 * median_of(seconds[row]) / bench.tokens(); }
 };
 
 static void bench_full(Config c, bool bf16) {
@@ -234,24 +228,21 @@ static void bench_full(Config c, bool bf16) {
     nsa.bench.step(), full.bench.step();  // touch all memory once
     const int repetitions = c.seq_len > 16384 ? 1 : c.seq_len > 8192 ? 3 : 5;
     for (int i = 0; i < repetitions; i++) nsa.step(), full.step();
-    std::printf(
-        "%s, %lld of its layers, %s, B %lld, T %lld; keys a query: NSA %.0f, full %.0f; activations: %.0f and "
-        "%.0f MiB\n",
-        c.model.c_str(), (long long)c.layers, bf16 ? "bf16" : "fp32", (long long)c.batch, (long long)c.seq_len,
-        nsa.keys, full.keys, double(nsa.bench.activations->arena.bytes) / (1 << 20),
-        double(full.bench.activations->arena.bytes) / (1 << 20));
-    std::printf("    %-22s %10s %10s %10s %8s   us a token, medians of %d\n", "", "NSA", "full", "full/NSA", "by keys",
-                repetitions);
+    print("%s, %d of its layers, %s, B %d, T %d; keys a query: NSA %.0f, full %.0f; activations: %.0f and %.0f MiB\n",
+          c.model, c.layers, bf16 ? "bf16" : "fp32", c.batch, c.seq_len, nsa.keys, full.keys,
+          double(nsa.bench.a.arena.bytes) / (1 << 20), double(full.bench.a.arena.bytes) / (1 << 20));
+    print("    %-22s %10s %10s %10s %8s   us a token, medians of %d\n", "", "NSA", "full", "full/NSA", "by keys",
+          repetitions);
     for (int row = 0; row < FullBench::COMPRESSION; row++) {
         const double ours = nsa.us_a_token(row), theirs = full.us_a_token(row);
         const int attention = row == FullBench::STEP      ? FullBench::ATTENTION
                               : row == FullBench::FORWARD ? FullBench::ATTENTION_FORWARD
                                                           : row;
         const double saved = full.us_a_token(attention) * (1 - nsa.keys / full.keys);
-        std::printf("    %-22s %10.1f %10.1f %10.2f %8.2f\n", FullBench::names[row], ours, theirs, theirs / ours,
-                    theirs / (theirs - saved));
+        print("    %-22s %10.1f %10.1f %10.2f %8.2f\n", FullBench::names[row], ours, theirs, theirs / ours,
+              theirs / (theirs - saved));
     }
-    std::printf("    %-22s %10.1f\n", FullBench::names[FullBench::COMPRESSION], nsa.us_a_token(FullBench::COMPRESSION));
+    print("    %-22s %10.1f\n", FullBench::names[FullBench::COMPRESSION], nsa.us_a_token(FullBench::COMPRESSION));
     std::fflush(stdout);
 }
 
@@ -281,7 +272,7 @@ static int run(int argc, char** argv) {
     if (mode == "full") bench_full(c, device.cpu_bf16);
     if (mode == "step") bench_step(c, device.cpu_bf16, 3);
     if (mode == "rate") bench_rate(c, device.cpu_bf16, argv[2], std::atoi(argv[3]));
-    if (mode != "conditions") std::printf("%s\n", load.text().c_str());
+    if (mode != "conditions") print("%s\n", load.text());
     return 0;
 }
 

@@ -4,10 +4,7 @@
 // machine's. On a GPU the clock is two events of the stream around each operation, for which nobody waits; every
 // layer has memory of its own, so that an operation finds its inputs no warmer in the caches than in training.
 // Then, on a GPU, the same steps without clocks: how far the host runs ahead of the GPU, and what it brings that
-// kernels start early. One of them is marked for a profiler:
-//   ncu --profile-from-start off --metrics gpu__time_duration.sum build/tests --perf ...
-// gives the time of every kernel of one step; their sum, beside the time of the step without clocks, shows what is lost
-// between kernels.
+// kernels start early. One of them is marked for a profiler, as dev/gpu_check.sh calls it.
 #pragma once
 #include <map>
 #include <string>
@@ -23,6 +20,11 @@ struct OperationTime {
     int64_t calls = 0;
     std::vector<double> each;  // seconds of every call
 };
+// As print(), to a file.
+template <class... Values>
+void print_to(std::FILE* out, const char* format, const Values&... values) {
+    std::fputs(format_text(format, values...).c_str(), out);
+}
 inline double median_of(std::vector<double> x) {
     std::sort(x.begin(), x.end());
     return x[x.size() / 2];
@@ -367,13 +369,12 @@ struct Ceilings {
     double floor(double flops, double bytes) const {
         return std::max(flops / flops_per_second, bytes / bytes_per_second);
     }
-    void print(std::FILE* out, const char* when) const {
-        std::fprintf(out,
-                     "ceilings measured in this run, at its %s: product of matrices %.6g TFLOP/s (%d x %d x %d), copy "
-                     "%.6g GB/s (%.0f "
-                     "MiB), medians of %d\n",
-                     when, flops_per_second * 1e-12, size, size, size, bytes_per_second * 1e-9,
-                     double(copied_bytes) / (1 << 20), repetitions);
+    void print(std::FILE* out) const {
+        print_to(out,
+                 "ceilings measured in this run, at its beginning: product of matrices %.6g TFLOP/s (%d x %d x %d), "
+                 "copy %.6g GB/s (%.0f MiB), medians of %d\n",
+                 flops_per_second * 1e-12, size, size, size, bytes_per_second * 1e-9, double(copied_bytes) / (1 << 20),
+                 repetitions);
     }
 };
 // size: rows and columns of the matrices, which are what is copied then; 0:
@@ -423,21 +424,14 @@ template <class Dev>
 void print_last_ceilings(Timed<Dev>& dev, const std::string& name, const Ceilings& first, int ceiling_size,
                          std::FILE* out) {
     const Ceilings last = measure_ceilings(dev, ceiling_size);
-    last.print(out, "end");
-    std::fprintf(out,
-                 "rates, floors and shares of peak above are relative to the ceilings at the beginning; at the end "
-                 "they are %+.1f and "
-                 "%+.1f %% of those\n",
-                 100 * (last.flops_per_second / first.flops_per_second - 1),
-                 100 * (last.bytes_per_second / first.bytes_per_second - 1));
-    std::fprintf(
-        out, "result: %s: ceiling of matrix products | %.4g | TFLOP/s | %d x %d x %d, median of %d; %.4g at the end\n",
-        name.c_str(), first.flops_per_second * 1e-12, first.size, first.size, first.size, first.repetitions,
-        last.flops_per_second * 1e-12);
-    std::fprintf(
-        out, "result: %s: ceiling of copies | %.4g | GB/s | %.0f MiB read and written, median of %d; %.4g at the end\n",
-        name.c_str(), first.bytes_per_second * 1e-9, double(first.copied_bytes) / (1 << 20), first.repetitions,
-        last.bytes_per_second * 1e-9);
+    print_to(out,
+             "result: %s: ceiling of matrix products | %.4g | TFLOP/s | %d x %d x %d, median of %d; %.4g at the end\n",
+             name, first.flops_per_second * 1e-12, first.size, first.size, first.size, first.repetitions,
+             last.flops_per_second * 1e-12);
+    print_to(out,
+             "result: %s: ceiling of copies | %.4g | GB/s | %.0f MiB read and written, median of %d; %.4g at the end\n",
+             name, first.bytes_per_second * 1e-9, double(first.copied_bytes) / (1 << 20), first.repetitions,
+             last.bytes_per_second * 1e-9);
     std::fflush(out);
 }
 
@@ -493,27 +487,23 @@ void perf_plain_steps(Timed<Dev>& dev, PerfStep<Dev>& step, const std::string& n
     const double tokens = double(step.tokens.size());
     dev.clocks = false;
     const auto plain = step.medians(COUNT);
-    std::fprintf(out,
-                 "a step without clocks: the host had launched the step after %.1f us, the GPU was done after %.1f us, "
-                 "medians of %d: %.1f "
-                 "tokens/s\n",
-                 plain.launched * 1e6, plain.done * 1e6, COUNT, tokens / plain.done);
-    std::fprintf(out,
-                 "result: %s: step | %.0f | tokens/s | %.1f us without clocks, median of %d; launched by the host "
-                 "within %.1f us; %.1f us "
-                 "with a clock around every operation\n",
-                 name.c_str(), tokens / plain.done, plain.done * 1e6, COUNT, plain.launched * 1e6,
-                 clocked_seconds * 1e6);
+    print_to(out,
+             "a step without clocks: the host had launched the step after %.1f us, the GPU was done after %.1f us, "
+             "medians of %d: %.1f tokens/s\n",
+             plain.launched * 1e6, plain.done * 1e6, COUNT, tokens / plain.done);
+    print_to(out,
+             "result: %s: step | %.0f | tokens/s | %.1f us without clocks, median of %d; launched by the host within "
+             "%.1f us; %.1f us with a clock around every operation\n",
+             name, tokens / plain.done, plain.done * 1e6, COUNT, plain.launched * 1e6, clocked_seconds * 1e6);
 #ifdef CUDA_CHECK
     kernels_start_early = false;
     const auto in_turn = step.medians(COUNT);
     kernels_start_early = true;
     const auto again = step.medians(COUNT);
-    std::fprintf(
-        out,
-        "result: %s: step, no kernel starting early | %.1f | us | %.1f us before and %.1f us after with kernels "
-        "that start early where the GPU can (9.0), medians of %d\n",
-        name.c_str(), in_turn.done * 1e6, plain.done * 1e6, again.done * 1e6, COUNT);
+    print_to(out,
+             "result: %s: step, no kernel starting early | %.1f | us | %.1f us before and %.1f us after with kernels "
+             "that start early where the GPU can (9.0), medians of %d\n",
+             name, in_turn.done * 1e6, plain.done * 1e6, again.done * 1e6, COUNT);
 #endif
     std::fflush(out);
     dev.start_profiler();
@@ -532,16 +522,16 @@ void print_products(Timed<Dev>& dev, const std::map<std::string, OperationTime>&
         const size_t colon = product.find(": ");
         const auto found = times.find("product " + product.substr(0, colon));
         if (found == times.end()) {
-            std::fprintf(out, "%s\n", product.c_str());
+            print_to(out, "%s\n", product);
             continue;
         }
         const OperationTime& o = found->second;
         const std::string share =
             peak > 0 ? format_text("%.1f %% of %.1f TFLOP/s", 100 * o.flops / o.seconds / peak, peak * 1e-12)
                      : std::string("share of peak n/a");
-        std::fprintf(out, "result: %s | %.4g | TFLOP/s | %s; %lld calls a step, %.1f us each; %s\n",
-                     found->first.c_str(), o.flops / o.seconds * 1e-12, share.c_str(), (long long)o.calls,
-                     o.seconds / double(o.calls) * 1e6, product.c_str() + colon + 2);
+        print_to(out, "result: %s | %.4g | TFLOP/s | %s; %d calls a step, %.1f us each; %s\n", found->first,
+                 o.flops / o.seconds * 1e-12, share, o.calls, o.seconds / double(o.calls) * 1e6,
+                 product.substr(colon + 2));
     }
 }
 
@@ -549,11 +539,11 @@ void print_products(Timed<Dev>& dev, const std::map<std::string, OperationTime>&
 template <class Dev>
 int perf_on(Timed<Dev>& dev, const Config& c, int timed_steps = 5, int ceiling_size = 0, std::FILE* out = stdout) {
     const std::string name =
-        format_text("perf, %s, %lld x %lld%s",
+        format_text("perf, %s, %d x %d%s",
                     c.attention == "full"  ? "full attention"
                     : c.attention == "nsa" ? "NSA"
                                            : c.attention,
-                    c.batch, c.seq_len, c.recompute ? format_text(", recompute %lld", c.recompute) : "");
+                    c.batch, c.seq_len, c.recompute ? format_text(", recompute %d", c.recompute) : "");
     const Ceilings ceilings = measure_ceilings(dev, ceiling_size);
     {
         Model<Timed<Dev>> model(dev, c, true);
@@ -576,33 +566,30 @@ int perf_on(Timed<Dev>& dev, const Config& c, int timed_steps = 5, int ceiling_s
                   [](const Timing& x, const Timing& y) { return x.seconds < y.seconds; });
         const double seconds = timings[timings.size() / 2].seconds, tokens = double(step.tokens.size());
         const std::map<std::string, OperationTime>& times = timings[timings.size() / 2].times;
-        std::fprintf(out,
-                     "one training step of %s, %s attention, %lld sequences of %lld tokens, recompute %lld, on %s\n",
-                     c.model.c_str(), c.attention.c_str(), (long long)c.batch, (long long)c.seq_len,
-                     (long long)c.recompute, dev.describe().c_str());
-        ceilings.print(out, "beginning");
+        print_to(out, "one training step of %s, %s attention, %d sequences of %d tokens, recompute %d, on %s\n",
+                 c.model, c.attention, c.batch, c.seq_len, c.recompute, dev.describe());
+        ceilings.print(out);
 #ifdef CUDA_CHECK
         if constexpr (!Dev::on_host) {
-            std::fprintf(out, "%s\n", dev.describe_selected(a.shape).c_str());
+            print_to(out, "%s\n", dev.describe_selected(a.shape));
             print_products(dev, times, out);
         }
 #endif
-        std::fprintf(out,
-                     "floor: the longer of FLOPs at the first ceiling and bytes at the second; of all operations: the "
-                     "sum of the floors\n");
-        std::fprintf(out, "\n%-34s %6s %12s %12s %7s %11s %11s %10s %8s %9s %8s\n", "operation", "calls", "us",
-                     "floor us", "step", "GFLOP", "MB", "TFLOP/s", "of peak", "GB/s", "of peak");
+        print_to(out,
+                 "floor: the longer of FLOPs at the first ceiling and bytes at the second; of all operations: the sum "
+                 "of the floors\n");
+        print_to(out, "\n%-34s %6s %12s %12s %7s %11s %11s %10s %8s %9s %8s\n", "operation", "calls", "us", "floor us",
+                 "step", "GFLOP", "MB", "TFLOP/s", "of peak", "GB/s", "of peak");
         std::vector<std::pair<std::string, OperationTime>> rows(times.begin(), times.end());
         std::sort(rows.begin(), rows.end(),
                   [](const auto& x, const auto& y) { return x.second.seconds > y.second.seconds; });
         OperationTime all;
         double all_floors = 0;
         auto print = [&](const std::string& operation, const OperationTime& o, double floor) {
-            std::fprintf(out, "%-34s %6lld %12.1f %12.1f %6.1f%% %11.6g %11.6g %10.3f %7.1f%% %9.1f %7.1f%%\n",
-                         operation.c_str(), (long long)o.calls, o.seconds * 1e6, floor * 1e6, 100 * o.seconds / seconds,
-                         o.flops * 1e-9, o.bytes * 1e-6, o.flops / o.seconds * 1e-12,
-                         100 * o.flops / o.seconds / ceilings.flops_per_second, o.bytes / o.seconds * 1e-9,
-                         100 * o.bytes / o.seconds / ceilings.bytes_per_second);
+            print_to(out, "%-34s %6d %12.1f %12.1f %6.1f%% %11.6g %11.6g %10.3f %7.1f%% %9.1f %7.1f%%\n", operation,
+                     o.calls, o.seconds * 1e6, floor * 1e6, 100 * o.seconds / seconds, o.flops * 1e-9, o.bytes * 1e-6,
+                     o.flops / o.seconds * 1e-12, 100 * o.flops / o.seconds / ceilings.flops_per_second,
+                     o.bytes / o.seconds * 1e-9, 100 * o.bytes / o.seconds / ceilings.bytes_per_second);
         };
         for (const auto& [operation, o] : rows) {
             const double floor = ceilings.floor(o.flops, o.bytes);
@@ -611,21 +598,19 @@ int perf_on(Timed<Dev>& dev, const Config& c, int timed_steps = 5, int ceiling_s
                 all_floors += floor;
         }
         print("all operations", all, all_floors);
-        std::fprintf(out, "the step %.0f us, the median of %zu: %.1f tokens/s with a clock around every operation\n",
-                     seconds * 1e6, timings.size(), tokens / seconds);
-        std::fprintf(out,
-                     "result: %s: all operations | %.1f | us | %.1f %% of a step of %.1f us with a clock around every "
-                     "operation; floor "
-                     "%.1f us; %s\n",
-                     name.c_str(), all.seconds * 1e6, 100 * all.seconds / seconds, seconds * 1e6, all_floors * 1e6,
-                     c.model.c_str());
+        print_to(out, "the step %.0f us, the median of %d: %.1f tokens/s with a clock around every operation\n",
+                 seconds * 1e6, timings.size(), tokens / seconds);
+        print_to(out,
+                 "result: %s: all operations | %.1f | us | %.1f %% of a step of %.1f us with a clock around every "
+                 "operation; floor %.1f us; %s\n",
+                 name, all.seconds * 1e6, 100 * all.seconds / seconds, seconds * 1e6, all_floors * 1e6, c.model);
         std::fflush(out);
         if constexpr (!Dev::on_host) perf_plain_steps(dev, step, name, seconds, out);
         else
-            std::fprintf(
+            print_to(
                 out,
-                "result: %s: step | %.1f | tokens/s | %.1f us with a clock around every operation, median of %zu; %s\n",
-                name.c_str(), tokens / seconds, seconds * 1e6, timings.size(), c.model.c_str());
+                "result: %s: step | %.1f | tokens/s | %.1f us with a clock around every operation, median of %d; %s\n",
+                name, tokens / seconds, seconds * 1e6, timings.size(), c.model);
     }
     print_last_ceilings(dev, name, ceilings, ceiling_size, out);
     return 0;

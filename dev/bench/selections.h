@@ -1,7 +1,6 @@
-// selections.h: which blocks the queries of a benchmark choose, and how much neighbours have in common.
+// selections.h: which blocks the queries of a benchmark choose.
 #pragma once
 #include <algorithm>
-#include <string>
 #include <vector>
 
 #include "../../lib/model/engine.h"
@@ -55,31 +54,4 @@ inline std::vector<uint32_t> uniform_selection(const NsaShape& s, uint64_t seed)
             if (block <= int(row % size_t(s.T)) / s.slc_block) select_block(&masks[row * words], block);
     }
     return masks;
-}
-
-// How many blocks a query chooses, and how many different ones so many neighbours do, on average over all of them.
-inline double distinct_blocks(const std::vector<uint32_t>& masks, const NsaShape& s, int neighbours) {
-    const size_t words = size_t(s.selection_words()), rows = masks.size() / words;
-    double blocks = 0, spans = 0;
-    std::vector<uint32_t> any(words);
-    for (size_t row = 0; row < rows; row++) {
-        for (size_t word = 0; word < words; word++) any[word] |= masks[row * words + word];
-        const int t = int(row % size_t(s.T));
-        if (t % neighbours != neighbours - 1 && t != s.T - 1) continue;
-        for (uint32_t& word : any) {
-            blocks += __builtin_popcount(word);
-            word = 0;
-        }
-        spans++;
-    }
-    return blocks / spans;
-}
-// "shared: a query chooses 15.1 blocks, 64 neighbours 27.9 different ones; a tile of 8 queries, whose heads fill 128
-// rows, visits 18.0"
-inline std::string describe_selection(const std::string& kind, const std::vector<uint32_t>& masks, const NsaShape& s) {
-    const int tile = std::max(1, 128 / s.heads_per_group());
-    return format_text(
-        "%s: a query chooses %.1f blocks, 64 neighbours %.1f different ones; the %d queries whose heads fill 128 rows, "
-        "%.1f",
-        kind, distinct_blocks(masks, s, 1), distinct_blocks(masks, s, 64), tile, distinct_blocks(masks, s, tile));
 }

@@ -62,49 +62,33 @@ def time_backend(backend, sets, grouped):
             x.pop("out", None)
 
 
+def time_shape(B, T, kv_heads):
+    """Prints the results of one shape; false where no backend ran."""
+    shape = f"{HEADS} heads, {kv_heads} of keys and values, {B} x {T}"
+    times = {}
+    for name, backend in BACKENDS.items():
+        try:
+            times[name] = time_backend(backend, make_sets(B, T, kv_heads), kv_heads != HEADS)
+        except Exception as error:  # this PyTorch, GPU or shape lacks the backend, or memory ran out
+            print(f"{shape}: {name} not timed: {first_line(error)}", flush=True)
+        torch.cuda.empty_cache()
+    pairs = B * HEADS * T * (T + 1) / 2
+    for index, direction in enumerate(("forward", "backward") if times else ()):
+        fastest, us = min(((name, both[index]) for name, both in times.items()), key=lambda entry: entry[1])
+        others = "".join(f"; {name} {both[index]:.1f} us" for name, both in times.items() if name != fastest)
+        print(f"result: PyTorch attention, {shape}: {direction} | {us:.1f} | us | {fastest}, the fastest backend,"
+              f" {(4, 8)[index] * HEAD_DIM * pairs / us * 1e-6:.1f} TFLOP/s{others}; dimension {HEAD_DIM}, bf16, causal,"
+              f" median of {REPETITIONS}", flush=True)
+    return bool(times)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=65536, help="sequences times their length")
     args = parser.parse_args()
     print(f"PyTorch {torch.__version__}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()},"
           f" {torch.cuda.get_device_name()}")
-    print(f"{'T':>7} {'B':>4} {'heads':>6} {'K/V':>4} {'backend':<8} {'forward us':>11} {'TFLOP/s':>9}"
-          f" {'backward us':>11} {'TFLOP/s':>9}", flush=True)
-    missing = []
-    for T in LENGTHS:
-        B = args.tokens // T
-        pairs = B * HEADS * T * (T + 1) / 2
-        ran = False
-        for kv_heads in KV_HEADS:
-            shape = f"{T:7d} {B:4d} {HEADS:6d} {kv_heads:4d}"
-            times = {}
-            try:
-                sets = make_sets(B, T, kv_heads)
-            except Exception as error:  # no memory for the inputs
-                print(f"{shape} {'all':<8} not timed: {first_line(error)}", flush=True)
-                torch.cuda.empty_cache()
-                continue
-            for name, backend in BACKENDS.items():
-                try:
-                    times[name] = time_backend(backend, sets, kv_heads != HEADS)
-                except Exception as error:
-                    # This PyTorch, GPU or shape lacks the backend, or memory ran out: continue with the others.
-                    print(f"{shape} {name:<8} not available: {first_line(error)}", flush=True)
-                    continue
-                rates = [flops * HEAD_DIM * pairs / us * 1e-6 for flops, us in zip((4, 8), times[name])]
-                print(f"{shape} {name:<8} {times[name][0]:11.1f} {rates[0]:9.2f} {times[name][1]:11.1f}"
-                      f" {rates[1]:9.2f}", flush=True)
-            del sets
-            torch.cuda.empty_cache()
-            ran = ran or bool(times)
-            for index, direction in enumerate(("forward", "backward") if times else ()):
-                fastest = min(times, key=lambda name: times[name][index])
-                others = "".join(f"; {name} {us[index]:.1f} us" for name, us in times.items() if name != fastest)
-                print(f"result: PyTorch attention, {HEADS} heads, {kv_heads} of keys and values, {B} x {T}:"
-                      f" {direction} | {times[fastest][index]:.1f} | us | {fastest}, the fastest backend{others};"
-                      f" dimension {HEAD_DIM}, bf16, causal, median of {REPETITIONS}", flush=True)
-        if not ran:
-            missing.append(T)
+    missing = [T for T in LENGTHS if not any([time_shape(args.tokens // T, T, heads) for heads in KV_HEADS])]
     if missing:
         print(f"no backend ran for T = {', '.join(map(str, missing))}")
     return 1 if missing else 0

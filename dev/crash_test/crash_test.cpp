@@ -358,7 +358,7 @@ class CrashTest {
     }
 
     void round(const std::string& name, const std::function<void(const std::string&)>& body) {
-        const std::string folder = new_folder(format_text("round_%04lld", ++folders));
+        const std::string folder = new_folder(format_text("round_%04d", ++folders));
         saved = 0, disk_lies = rotten = false, damaged.clear(), history.clear();
         try {
             body(folder);
@@ -413,19 +413,13 @@ static Settings settings_of(int argc, char** argv) {
         const std::map<std::string, std::string*> texts = {
             {"--program", &s.program}, {"--shim", &s.shim}, {"--mpirun", &s.mpirun}};
         if (i + 1 == argc || (!numbers.count(word) && !texts.count(word)))
-            fail_usage(
-                "unknown option or missing value: %s; usage: crash_test [--kills N] [--faults N] [--rot N] [--seed N] "
-                "[--program FILE] "
-                "[--shim FILE] [--mpirun COMMAND] [-- OPTION...]",
-                argv[i]);
+            fail_usage("%s: unknown option or missing value; the head of crash_test.cpp lists them", argv[i]);
         if (numbers.count(word)) *numbers.at(word) = std::atoll(argv[++i]);
         else *texts.at(word) = argv[++i];
     }
     for (std::string* file : {&s.program, &s.shim}) {
-        char* absolute = realpath(file->c_str(), nullptr);
-        if (!absolute) fail_usage("cannot find %s: make %s", *file, *file);
-        *file = absolute;
-        std::free(absolute);
+        if (!file_exists(*file)) fail_usage("cannot find %s: make %s", *file, *file);
+        *file = std::filesystem::canonical(*file);
     }
     return s;
 }
@@ -437,9 +431,7 @@ int main(int argc, char** argv) {
         const char* base = std::getenv("TMPDIR");
         std::string scratch = std::string(base ? base : "/tmp") + "/crash_test_XXXXXX";
         if (!mkdtemp(&scratch[0])) fail("cannot make a temporary folder %s: %s", scratch, std::strerror(errno));
-        char* absolute = realpath(scratch.c_str(), nullptr);  // the shim sees paths with their links resolved
-        if (absolute) scratch = absolute;
-        std::free(absolute);
+        scratch = std::filesystem::canonical(scratch);  // the shim sees paths with their links resolved
         CrashTest test(settings, scratch);
         const double begin = seconds_now();
         const int64_t faults = settings.faults ? settings.faults : long_form ? 10 : 1;
@@ -455,7 +447,7 @@ int main(int argc, char** argv) {
             for (int f = 0; f < 4; f++)
                 for (int64_t i = 0; i < faults / 2; i++) test.fault_round(2, FAULTS[f]);
         }
-        for (const auto& event : test.events) print("%8lld  %s\n", event.second, event.first);
+        for (const auto& event : test.events) print("%8d  %s\n", event.second, event.first);
         print("%.0f s\n", seconds_now() - begin);
         if (test.failed == 0) remove_tree(scratch);
         print("%d passed, %d failed\n", test.passed, test.failed);

@@ -1,10 +1,7 @@
 // cuda_on_cpu.h: runs CUDA kernels on the CPU, for tests on machines without a GPU. A plain g++ (C++17, Linux, x86-64
 // or arm64) finds it where nvcc finds cuda_runtime.h and cuda_bf16.h; no CUDA toolkit is needed. Kernels are
-// compiled as ordinary functions. Four files:
-//   cuda_on_cpu_engine.h   memory, the fibers that are a block's threads, launches, streams
-//   cuda_on_cpu_check.h    the CHECK build's checks of every access
-//   cuda_on_cpu.h          the language, warp functions, bf16, tensor cores, asynchronous copies, the runtime API
-//   cuda_on_cpu_wgmma.h    wgmma, the tensor cores of sm_90a
+// compiled as ordinary functions. This file has the language and the runtime API; cuda_on_cpu_engine.h the machine,
+// cuda_on_cpu_check.h the CHECK build's checks, cuda_on_cpu_wgmma.h the tensor cores of sm_90a.
 //
 // What every build finds
 //   - barriers that only some threads reach, wrong masks, shuffles from lanes that do not take part, deadlock: the
@@ -236,16 +233,9 @@ inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Atomics, arithmetic.
+// Atomics, arithmetic. std::common_type_t<T> is T, but takes no part in deduction.
 
 namespace emu {
-template <class T>
-struct Same {
-    using type = T;
-};
-template <class T>
-using same = typename Same<T>::type;  // a parameter of this type takes no part in deduction
-
 template <class T, class Update>
 EMU_ENGINE EMU_NOINLINE inline T atomic_update(T* p, Update update) {
     static_assert(sizeof(T) >= 4 && sizeof(T) <= 8);
@@ -258,11 +248,11 @@ EMU_ENGINE EMU_NOINLINE inline T atomic_update(T* p, Update update) {
 }
 }  // namespace emu
 template <class T>
-inline T atomicAdd(T* p, emu::same<T> v) {
+inline T atomicAdd(T* p, std::common_type_t<T> v) {
     return emu::atomic_update(p, [v](T before) { return T(before + v); });
 }
 template <class T>
-inline T atomicOr(T* p, emu::same<T> v) {
+inline T atomicOr(T* p, std::common_type_t<T> v) {
     return emu::atomic_update(p, [v](T before) { return T(before | v); });
 }
 
@@ -279,11 +269,11 @@ inline float __uint_as_float(unsigned u) { return emu_bits_as<float>(u); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 template <class T>
-inline T min(T a, emu::same<T> b) {
+inline T min(T a, std::common_type_t<T> b) {
     return a < b ? a : b;
 }
 template <class T>
-inline T max(T a, emu::same<T> b) {
+inline T max(T a, std::common_type_t<T> b) {
     return a > b ? a : b;
 }
 
@@ -502,13 +492,7 @@ enum cudaError_t {
     cudaErrorMisalignedAddress = 716,
     cudaErrorLaunchFailure = 719
 };
-enum cudaMemcpyKind {
-    cudaMemcpyHostToHost,
-    cudaMemcpyHostToDevice,
-    cudaMemcpyDeviceToHost,
-    cudaMemcpyDeviceToDevice,
-    cudaMemcpyDefault
-};
+enum cudaMemcpyKind { cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice, cudaMemcpyDefault };
 enum { cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2 };
 
 using cudaStream_t = emu::Stream*;

@@ -13,7 +13,6 @@
 
 enum ncclResult_t {
     ncclSuccess = 0,
-    ncclUnhandledCudaError = 1,
     ncclSystemError = 2,
     ncclInternalError = 3,
     ncclInvalidArgument = 4,

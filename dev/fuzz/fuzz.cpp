@@ -3,6 +3,7 @@
 #define NSA_WITHOUT_MAIN
 #include "../../train_nsa.cu"
 #include "../test/data/tokenizer_tests.h"
+#include "../test/program/program.h"
 #include "fuzz.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -56,11 +57,7 @@ static void fuzz_one(const std::string& input) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Opens the input as a safetensors file, reads every element of every tensor, and writes it again.
 namespace safetensors_target {
-
-static std::string file_of(const std::string& header, const std::string& data) {
-    const uint64_t length = header.size();
-    return std::string(reinterpret_cast<const char*>(&length), 8) + header + data;
-}
+using program::safetensors_bytes;
 
 static std::vector<std::string> seeds() {
     const std::vector<float> x = {1, 2, 3, 4, 5, 6};
@@ -68,17 +65,19 @@ static std::vector<std::string> seeds() {
     write_safetensors(path, {{"config", "{\"a\": 1}"}},
                       {tensor_view("w", {2, 3}, x.data()), tensor_view("b", {1}, x.data())});
     const std::string written = read_file(path);
-    return {written,
-            file_of("{}", ""),
-            file_of("{\"t\":{\"dtype\":\"U8\",\"shape\":[],\"data_offsets\":[0,1]}}", "x"),
-            file_of("{\"t\":{\"dtype\":\"F64\",\"shape\":[0,7],\"data_offsets\":[0,0]},\"u\":{\"dtype\":\"I16\","
-                    "\"shape\":[1,1,2],\"data_offsets\":[0,4]}}",
-                    "abcd"),
-            file_of("{\"a\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]},\"b\":{\"dtype\":\"F32\",\"shape\":"
-                    "[1],\"data_offsets\":[1,5]}}",
-                    "abcde"),
-            file_of("{\"t\":{\"dtype\":\"F32\",\"shape\":[4611686018427387904,4],\"data_offsets\":[0,0]}}", ""),
-            std::string(8, '\xFF') + "{}"};
+    return {
+        written,
+        safetensors_bytes("{}", ""),
+        safetensors_bytes("{\"t\":{\"dtype\":\"U8\",\"shape\":[],\"data_offsets\":[0,1]}}", "x"),
+        safetensors_bytes("{\"t\":{\"dtype\":\"F64\",\"shape\":[0,7],\"data_offsets\":[0,0]},\"u\":{\"dtype\":\"I16\","
+                          "\"shape\":[1,1,2],\"data_offsets\":[0,4]}}",
+                          "abcd"),
+        safetensors_bytes(
+            "{\"a\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]},\"b\":{\"dtype\":\"F32\",\"shape\":"
+            "[1],\"data_offsets\":[1,5]}}",
+            "abcde"),
+        safetensors_bytes("{\"t\":{\"dtype\":\"F32\",\"shape\":[4611686018427387904,4],\"data_offsets\":[0,0]}}", ""),
+        std::string(8, '\xFF') + "{}"};
 }
 
 template <class T>

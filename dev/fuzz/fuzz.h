@@ -40,7 +40,7 @@ template <class... Values>
 // A message may hold printable ASCII and complete characters above U+009F. Checked byte by byte, without the functions
 // under test.
 inline void check_message(const std::string& text) {
-    if (text.empty() || text.size() > 8100) finding("a message of %zu bytes", text.size());
+    if (text.empty() || text.size() > 8100) finding("a message of %d bytes", text.size());
     for (size_t i = 0; i < text.size(); i++) {
         const unsigned char c = static_cast<unsigned char>(text[i]);
         if (c < 0x20 || c == 0x7F) finding("byte 0x%02x in the message '%s'", c, text);
@@ -87,7 +87,7 @@ struct MemoryLimit {
     }
     ~MemoryLimit() {
         if (allocations().peak - before > limit)
-            finding("%lld bytes allocated at once, limit %lld", (allocations().peak - before), limit);
+            finding("%d bytes allocated at once, limit %d", allocations().peak - before, limit);
     }
 };
 

@@ -2,11 +2,8 @@
 // inputs, timed side by side. Each rung says what it buys, in counts. The kernels of rungs 0, 3, 4 and 5 are the
 // trainer's own, called through struct Cuda.
 //
-//   make ladder                                  on a GPU the times, without one whether the rungs agree, in emulation
+//   make ladder                                  on a GPU the times, without one whether they agree, in emulation
 //   test_device --ladder [options of train]
-//
-// On a machine without a GPU there is nothing to time; the tests compare the rungs in emulation
-// (dev/test/cuda/ladder_tests.h).
 #pragma once
 #include "../../nsa_kernels.cuh"
 #include "../bench/attention.h"
@@ -84,10 +81,10 @@ struct LadderRun {
 };
 
 inline int run_ladder(Cuda& dev, const NsaShape& s) {
-    std::printf(
+    print(
         "attention of one layer, %d sequences of %d tokens, %d heads in %d groups of dimension %d, on %s\n\n%-12s "
         "%-24s %14s\n",
-        s.B, s.T, s.H, s.G, s.D, dev.describe().c_str(), "branch", "rung", "forward us");
+        s.B, s.T, s.H, s.G, s.D, dev.describe(), "branch", "rung", "forward us");
     const char* const names[] = {"compressed", "selected", "window"};
     for (const Branch branch : {CMP, SLC, WIN}) {
         LadderRun run(dev, s, branch);
@@ -96,10 +93,10 @@ inline int run_ladder(Cuda& dev, const NsaShape& s) {
             if (!run.has(rung)) continue;
             for (int warm = 0; warm < 2; warm++) run.forward(rung);
             const double us = median_us(dev, 7, [&](size_t) { run.forward(rung); });
-            std::printf("%-12s %-24s %14.1f\n", names[branch], RUNGS[rung].name, us);
+            print("%-12s %-24s %14.1f\n", names[branch], RUNGS[rung].name, us);
         }
     }
-    std::printf("\nWhat each rung buys:\n");
-    for (const Rung& rung : RUNGS) std::printf("  %-18s %s\n", rung.name, rung.buys);
+    print("\nWhat each rung buys:\n");
+    for (const Rung& rung : RUNGS) print("  %-18s %s\n", rung.name, rung.buys);
     return 0;
 }

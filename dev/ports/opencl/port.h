@@ -105,7 +105,7 @@ class OpenCl {
     std::string name() const { return text_of(device, CL_DEVICE_NAME); }
     std::string bus() const { return format_text("OpenCL device %d", index); }
     std::string describe() const {
-        return format_text("OpenCL device %d, %s, %u compute units, %.1f GiB, fp32, GEMM: own", index, name(),
+        return format_text("OpenCL device %d, %s, %d compute units, %.1f GiB, fp32, GEMM: own", index, name(),
                            cl_uint(number_of(device, CL_DEVICE_MAX_COMPUTE_UNITS)), total_memory() / (1 << 30));
     }
     std::string describe_selected(const NsaShape&) const { return ""; }
@@ -117,7 +117,7 @@ class OpenCl {
     void stop_profiler() {}
     void check_shape(const NsaShape& s) const {
         if (s.D % 2 || size_t(s.D) > MAX_D)
-            fail_usage("--head-dim %d: OpenCL's kernels take even ones up to %zu", s.D, MAX_D);
+            fail_usage("--head-dim %d: OpenCL's kernels take even ones up to %d", s.D, MAX_D);
     }
 
     // ----- memory
@@ -125,7 +125,7 @@ class OpenCl {
     T* allocate(size_t count) {
         const size_t bytes = (std::max<size_t>(count * sizeof(T), 1) + 255) / 256 * 256;
         void* const at = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANON | MAP_NORESERVE, -1, 0);
-        if (at == MAP_FAILED) fail("no %zu addresses for a buffer of OpenCL; see ulimit -v", bytes);
+        if (at == MAP_FAILED) fail("no %d addresses for a buffer of OpenCL; see ulimit -v", bytes);
         const std::string what = format_text("a buffer of %.1f MiB", double(bytes) / (1 << 20));
         const cl_uint fresh = poison ? ~0u : 0;  // written now, so that an error comes here
         cl_int error;
@@ -464,7 +464,7 @@ class OpenCl {
         program = clCreateProgramWithSource(context, 1, &text, &length, &error);
         cl_check(error, "clCreateProgramWithSource");
         const std::string options =
-            format_text("-cl-std=CL1.2 -DITEMS=%zu -DMAX_D=%zu -DTILE=%zu -DDEPTH=%zu", ITEMS, MAX_D, TILE, DEPTH);
+            format_text("-cl-std=CL1.2 -DITEMS=%d -DMAX_D=%d -DTILE=%d -DDEPTH=%d", ITEMS, MAX_D, TILE, DEPTH);
         if (clBuildProgram(program, 1, &device, options.c_str(), nullptr, nullptr) == CL_SUCCESS) return;
         std::vector<char> log(1 << 16);
         clGetProgramBuildInfo(program, device, CL_PROGRAM_BUILD_LOG, log.size() - 1, log.data(), nullptr);
@@ -494,7 +494,7 @@ class OpenCl {
     template <class T>
     void argument(cl_kernel kernel, cl_uint& i, T* p) {
         const Place place = place_of(p);
-        if (p && !place.buffer) fail("OpenCL: argument %u of a kernel is an address of the host", i);
+        if (p && !place.buffer) fail("OpenCL: argument %d of a kernel is an address of the host", i);
         const cl_ulong elements = place.at / sizeof(T);
         CL(clSetKernelArg(kernel, i++, sizeof(cl_mem), p ? &place.buffer : nullptr));
         CL(clSetKernelArg(kernel, i++, sizeof elements, &elements));
