@@ -8,7 +8,7 @@
 // MEDIUM make attention tiles of several kinds; GPT-2's vocabulary makes several blocks in the head's GEMM.
 static std::vector<float> train_two_steps(int threads, bool bf16, const std::string& options) {
     const ThreadCount count(threads);
-    TestModel<Cpu<float>> t(options, 2, 1, true);
+    TestModel<Cpu<float>> t(options, 2);
     t.dev.gemm.bf16 = bf16;
     std::vector<float> result;
     for (int step = 1; step <= 2; step++) {

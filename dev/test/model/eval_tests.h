@@ -115,11 +115,9 @@ PROGRAM_TEST(run_evaluates_at_any_length) {
     const size_t second = of_text.find("b.jsonl, ");
     REQUIRE(second != std::string::npos);
     CHECK_EQUAL(of_text.substr(second + 9), of_shard.substr(of_shard.find("7 tokens")));
-    check({{"eval --from @/run --val-data @/val_0.bin --seq-len 0", 2, {"--seq-len"}},
-           {"eval --from @/run --val-data @/one.bin", 1, {"too few", "needs 2"}},
+    check({{"eval --from @/run --val-data @/one.bin", 1, {"too few", "needs 2"}},
            {"eval --from @/run --text @/empty.txt", 1, {"empty.txt holds no text"}},
-           {"eval --from @/run", 2, {"--val-data is missing", "--text"}},
-           {"sample --from @/run --seq-len 7", 2, {"--seq-len is no option of 'sample'"}}});
+           {"eval --from @/run", 2, {"--val-data is missing", "--text"}}});
 }
 
 // Text of one letter teaches nothing about noise, so the first validated checkpoint stays the best.
