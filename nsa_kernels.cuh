@@ -1266,39 +1266,40 @@ __device__ inline void attend_by_warpgroups(const QueryBlock<branch, D, false, W
     if (tile >= block.end_tile) return;
     constexpr int TILE_BYTES = KEY_TILE * D * sizeof(bf16);
     const WgmmaTile k_tiles = wgmma_rows<D>(block.keys.k_tiles), v_tiles = wgmma_rows<D>(block.keys.v_tiles);
-    const auto start_scores = [&](float(&p)[KEY_TILE / 8][4], WgmmaTile k_tile) {
-        if constexpr (q_in_registers<D>()) start_product<D>(p, q_rows[0], k_tile);
-        else start_product<D>(p, wgmma_rows<D>(block.q_tile + warpgroup_index() * WARPGROUP_ROWS * D), k_tile);
-    };
     float p[1][KEY_TILE / 8][4];
     unsigned rounded[KEY_TILE / 16][4];
-    int next = next_tile<branch>(block.used, tile + 1, block.end_tile);
+    bool used;  // whether a query of this warpgroup chose something of the tile that is scored
+    const auto start_scores = [&](int key_tile, WgmmaTile k_tile) {
+        used = key_tile < block.end_tile && block.uses(key_tile);
+        if (!used) return;
+        wgmma_fence();
+        if constexpr (q_in_registers<D>()) start_product<D>(p[0], q_rows[0], k_tile);
+        else start_product<D>(p[0], wgmma_rows<D>(block.q_tile + warpgroup_index() * WARPGROUP_ROWS * D), k_tile);
+        wgmma_commit();
+    };
+    int next = block.next(tile + 1);
     cp_async_wait<0>();
     async_fence();
     __syncthreads();  // the first tile has arrived
     if (next < block.end_tile) block.keys.copy(1, next, s);
-    wgmma_fence();
-    start_scores(p[0], k_tiles);
-    wgmma_commit();
+    start_scores(tile, k_tiles);
     TileView view = look_at_tile<branch, 1>(tile, block.first_end, block.ends, block.selection, s);
     wgmma_wait<0>(p[0]);
     for (int buffer = 0; tile < block.end_tile;) {
-        const int after = next_tile<branch>(block.used, next + 1, block.end_tile);
+        const int after = block.next(next + 1);
         const int next_buffer = buffer == 2 ? 0 : buffer + 1, buffer_after = next_buffer == 2 ? 0 : next_buffer + 1;
-        if (view.masked) hide_keys<branch>(p, view, 0, block.ends, s);
-        online_softmax<branch, D>(p, sums, shift, total, view, s.scale);
-        round_rows(rounded, p[0]);
-        wgmma_fence();
-        start_sum(sums[0], rounded, v_tiles + buffer * TILE_BYTES);
-        wgmma_commit();
+        if (used) {
+            if (view.masked) hide_keys<branch>(p, view, 0, block.ends, s);
+            online_softmax<branch, D>(p, sums, shift, total, view, s.scale);
+            round_rows(rounded, p[0]);
+            wgmma_fence();
+            start_sum(sums[0], rounded, v_tiles + buffer * TILE_BYTES);
+            wgmma_commit();
+        }
         cp_async_wait<0>();
         async_fence();
         __syncthreads();  // the next tile has arrived, and all warps are done with the one before this
-        if (next < block.end_tile) {
-            wgmma_fence();
-            start_scores(p[0], k_tiles + next_buffer * TILE_BYTES);
-            wgmma_commit();
-        }
+        start_scores(next, k_tiles + next_buffer * TILE_BYTES);
         if (after < block.end_tile) block.keys.copy(buffer_after, after, s);
         view = look_at_tile<branch, 1>(min(next, block.end_tile - 1), block.first_end, block.ends, block.selection, s);
         wgmma_wait<0>(sums[0]);
@@ -1424,21 +1425,29 @@ __device__ inline void add_keys_by_warpgroups(const QueryBlock<branch, D, true, 
     const int group = warpgroup_index() * WARPGROUP_ROWS * D;
     const WgmmaTile q_tile = wgmma_rows<D>(block.q_tile + group), dout_tile = wgmma_rows<D>(block.dout_tile + group);
     for (int buffer = 0; tile < block.end_tile; buffer ^= 1) {
-        const int next = next_tile<branch>(block.used, tile + 1, block.end_tile);
+        const int this_tile = tile;
+        tile = block.next(tile + 1);
         const WgmmaTile k_tile = wgmma_rows<D>(block.keys.k_tiles + buffer * KEY_TILE * D);
         const WgmmaTile v_tile = wgmma_rows<D>(block.keys.v_tiles + buffer * KEY_TILE * D);
         float p[1][KEY_TILE / 8][4], ds[1][KEY_TILE / 8][4];
         unsigned rounded[KEY_TILE / 16][4];
-        const TileView view = look_at_tile<branch, 1>(tile, block.first_end, block.ends, block.selection, s);
         cp_async_wait<0>();
         async_fence();
         __syncthreads();  // this tile has arrived, and all warps are done with the last one
+        const auto copy_next = [&] {
+            if (tile < block.end_tile) block.keys.copy(buffer ^ 1, tile, s);
+        };
+        if (!block.uses(this_tile)) {
+            copy_next();
+            continue;
+        }
         wgmma_fence();
         start_product<D>(p[0], q_tile, k_tile);
         wgmma_commit();
         start_product<D>(ds[0], dout_tile, v_tile);
         wgmma_commit();
-        if (next < block.end_tile) block.keys.copy(buffer ^ 1, next, s);
+        copy_next();
+        const TileView view = look_at_tile<branch, 1>(this_tile, block.first_end, block.ends, block.selection, s);
         wgmma_wait<1>(p[0]);
         if (view.masked) hide_keys<branch>(p, view, 0, block.ends, s);
 #pragma unroll
@@ -1458,7 +1467,6 @@ __device__ inline void add_keys_by_warpgroups(const QueryBlock<branch, D, true, 
         start_sum(sums[0], rounded, k_tile);
         wgmma_commit();
         wgmma_wait<0>(sums[0]);
-        tile = next;
     }
 }
 // What dQ is told beside its arrays. Without LayerGradients::dq it turns the sums back and stores them in dprojected.
@@ -1851,20 +1859,22 @@ __global__ void __launch_bounds__(SCORE_THREADS)
     importances = importances_of_block(importances, s);
     const int lane = threadIdx.x % 32;
     const int warp_key = int(threadIdx.x) / 32 * SCORE_PIECES * 16;  // this warp's first compressed block of a tile
-    const int rows = s.heads * SCORE_TOKENS;
     auto copy_keys = [&](int begin) {
-        const bf16* from = kc + (size_t(tile.bg) * s.key_stride + size_t(begin)) * D;
+        const bf16* from = kc + size_t(tile.bg * s.key_stride + begin) * D;
 #pragma unroll
         for (int i = 0; i < SCORE_KEYS; i += KEY_TILE)
             copy_tile<D, SCORE_THREADS>(buffers.k_tile + i * D, from + i * D, D, s.keys - begin - i);
         cp_async_commit();
     };
-    copy_queries<D>(buffers.q_tile, q + q_offset<D>(tile, s), size_t(s.queries) * D, D, rows, tile, s);
-    copy_keys(0);
-    for (int row = threadIdx.x; row < rows; row += SCORE_THREADS) {
-        const int head = row / SCORE_TOKENS, token = row % SCORE_TOKENS;
-        buffers.minus_shifts[row] = token < tile.tokens ? -lse[row_of_query(tile, head, token, s)] * LOG2_E : -INFINITY;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < s.heads * SCORE_TOKENS * (D / 8); i += SCORE_THREADS) {  // head by head
+        const int row = i / (D / 8), chunk = i % (D / 8), head = row / SCORE_TOKENS, token = row % SCORE_TOKENS;
+        const bool there = token < tile.tokens;
+        const int from = there ? int(row_of_query(tile, head, token, s)) : 0;
+        cp_async_16(buffers.q_tile + chunk_at<D>(row, chunk), q + size_t(from) * D + chunk * 8, there);
+        if (chunk == 0) buffers.minus_shifts[row] = there ? -lse[from] * LOG2_E : -INFINITY;
     }
+    copy_keys(0);
     for (int i = threadIdx.x; i < overlaps(s); i += SCORE_THREADS) {
         const int begin = (first_overlap(s) + i) * s.d;
         buffers.overlap[i] = float(min(s.slc_block, begin + s.l) - max(0, begin)) / s.d;

@@ -155,17 +155,6 @@ __device__ inline void load_gathered(unsigned (&a)[D / 16][4], const bf16* tile,
 #pragma unroll
     for (int x = 0; x < D; x += 16) ldmatrix_x4(a[x / 16], tile + (at ^ x));
 }
-// tile [tokens * heads, D] = the queries of a tile, token by token, from heads and tokens that are head_stride and
-// token_stride elements apart.
-template <int D>
-__device__ inline void copy_queries_by_token(bf16* tile, const bf16* in, size_t head_stride, size_t token_stride,
-                                             int tokens, const AttentionShape& s) {
-    for (int i = threadIdx.x; i < tokens * s.heads * (D / 8); i += blockDim.x) {
-        const int row = i / (D / 8), chunk = i % (D / 8);
-        cp_async_16(tile + chunk_at<D>(row, chunk),
-                    in + row % s.heads * head_stride + row / s.heads * token_stride + chunk * 8, true);
-    }
-}
 // Sums in shared memory, [rows, D] in fp32. A product leaves in lane 4 g + t, of row g, the columns 8 x + 2 t and the
 // next; those of x = 2 i and 2 i + 1 are stored together, 16 bytes, at place 4 i + t of the row, in odd rows at the
 // place with bit 2 flipped, so that neighbouring rows use different banks.
@@ -233,9 +222,9 @@ struct GatherBlock {
         choosers = shared.take<uint32_t>(units(s.key_stride, s));
         used = shared.take<uint32_t>(tile_words(s.key_stride));
 
-        copy_queries_by_token<D>(q_tile, q + q_offset<D>(tile, s), size_t(s.queries) * D, D, tile.tokens, s);
+        copy_queries<D>(q_tile, q + q_offset<D>(tile, s), size_t(s.queries) * D, D, rows, tile, s);
         if constexpr (BACKWARD)
-            copy_queries_by_token<D>(dout_tile, dout + dout_offset<D>(tile, s), D, size_t(s.H) * D, tile.tokens, s);
+            copy_queries<D>(dout_tile, dout + dout_offset<D>(tile, s), D, size_t(s.H) * D, rows, tile, s);
         cp_async_commit();
         selection = all_selections + (size_t(tile.bg) * s.queries + tile.j0) * s.words;
         find_choosers(choosers, used, selection, tile.tokens, end_tile, s);
@@ -626,7 +615,8 @@ __global__ void __launch_bounds__(256) add_chunks_kernel(bf16* dk, bf16* dv, Gat
 //                    likewise
 //   gathered rows    forward: Q 32, K and V 256, sums in and out 128; dQ: Q and dout 64, K, V, K 384, sums 128
 // An H100 agreed where D = 64: at 4096 and 8192 tokens gathered rows took 1.0 to 1.5 times what these counts say, and
-// were faster where they should be. Where D = 128 they took 1.4 to 2.0 times that, hence the factor.
+// were faster where they should be. Where D = 128 they took 1.4 to 2.0 times that, hence the factor. Then no warp could
+// pass over a tile, since rows went head by head. Now masked tiles cost less; no GPU has said how much.
 constexpr float GATHERED_128 = 2;
 // Beside masked tiles on warpgroups. At 4 x 8192, where the counts say 0.55 to 0.62, an H200 took 1049 + 1527 us for
 // gathered rows, forward and dQ, and 1076 + 1280 us for a prototype of these tiles: 1.09.

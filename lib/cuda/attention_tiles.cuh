@@ -1,10 +1,11 @@
 // attention_tiles.cuh: what the attention kernels on tensor cores (nsa_kernels.cuh, attention_gathered.cuh) share: the
 // shape they work on, which keys of a tile a query sees, and the walks over tiles of keys and of tokens.
 //
-// A tile of queries has as its rows all query heads of one group for a few consecutive tokens, head by head: row r is
-// head r / tile_tokens, token r % tile_tokens. All of them share the tile's keys, so any number of heads per group
-// fills the tensor cores. A tile of keys has 64 rows. Softmax is computed in base 2: 2^(c q.k - lse), c = log2(e) /
-// sqrt(D); the lse in memory is the natural logarithm.
+// A tile of queries has as its rows all query heads of one group for a few consecutive tokens, token by token: row r is
+// token r / heads, head r % heads. All of them share the tile's keys, so any number of heads per group fills the tensor
+// cores; and those who multiply have few tokens, so that they can pass over keys that none of these chose. A tile of
+// keys has 64 rows. Softmax is computed in base 2: 2^(c q.k - lse), c = log2(e) / sqrt(D); the lse in memory is the
+// natural logarithm.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -103,7 +104,7 @@ struct Divisor {
 // What kernels need to know of NsaShape. Index bg = b * G + g counts the groups of all sequences.
 struct AttentionShape {
     int batch_groups, G, heads, H;  // B * G; groups; query heads of a group, of all groups
-    Divisor by_heads, by_tile_tokens, by_slc_tiles;
+    Divisor by_heads, by_slc_tiles;
     int first, queries;      // positions first .. first + queries - 1
     int keys, key_stride;    // keys that the last query may see; rows of the key arrays per group
     int query_rows;          // that a tile of queries has room for
@@ -130,7 +131,6 @@ inline AttentionShape attention_shape(Branch branch, const NsaShape& s, int tile
     a.key_stride = branch == CMP ? s.cmp_capacity() : s.T;
     a.query_rows = query_rows || tile_tokens ? query_rows : query_rows_of_device(s.D, true);
     a.tile_tokens = tile_tokens ? tile_tokens : std::min({MOST_TILE_TOKENS, a.query_rows / a.heads, s.queries});
-    a.by_tile_tokens = Divisor(a.tile_tokens);
     a.tiles = (s.queries + a.tile_tokens - 1) / a.tile_tokens;
     a.l = s.l;
     a.d = s.d;
@@ -249,34 +249,42 @@ __device__ inline unsigned chosen_of_keys(const uint32_t* selected, int token, i
 // Words of a bitmask over the 64-row tiles of this many rows.
 HOST_DEVICE inline int tile_words(int rows) { return (rows + KEY_TILE * 32 - 1) / (KEY_TILE * 32); }
 // The next tile in [tile, end) to visit; `end` or more if there is none. The selected branch visits the tiles whose bit
-// is set in the bitmask `used`, the others visit all.
-template <Branch branch>
+// is set in one of the bitmasks `used` [words, MASKS], the others visit all.
+template <Branch branch, int MASKS = 1>
 __device__ inline int next_tile(const uint32_t* used, int tile, int end) {
     while (branch == SLC && tile < end) {
-        const uint32_t rest = used[tile / 32] >> tile % 32;
+        uint32_t any = 0;
+#pragma unroll
+        for (int mask = 0; mask < MASKS; mask++) any |= used[tile / 32 * MASKS + mask];
+        const uint32_t rest = any >> tile % 32;
         if (rest) return tile + __ffs(int(rest)) - 1;
         tile = (tile / 32 + 1) * 32;
     }
     return tile;
 }
-// used = bitmask over tiles of keys: whether one of the tile's `tokens` tokens, whose bitmasks are `selected`, chose a
-// block in it. The block's threads share the work; a barrier must follow.
+// used [words, MASKS] = bitmasks over tiles of keys: whether one of the tile's `tokens` tokens, whose bitmasks are
+// `selected`, chose a block in it; with several masks, one of those that a warpgroup has rows of. The block's threads
+// share the work; a barrier must follow.
+template <int MASKS = 1>
 __device__ inline void find_used_key_tiles(uint32_t* used, const uint32_t* selected, int tokens, int tiles,
                                            const AttentionShape& s) {
     const int lane = threadIdx.x % 32;
-    for (int word = threadIdx.x / 32; word * 32 < tiles; word += blockDim.x / 32) {
+    for (int item = threadIdx.x / 32; item / MASKS * 32 < tiles; item += blockDim.x / 32) {
+        const int word = item / MASKS, first_row = item % MASKS * WARPGROUP_ROWS;
+        const int first = MASKS == 1 ? 0 : s.by_heads.of(first_row);
+        const int end = MASKS == 1 ? tokens : min(tokens, s.by_heads.of(first_row + WARPGROUP_ROWS - 1) + 1);
         unsigned bits = 0;
         if (s.slc_block == KEY_TILE) {  // a block is a tile, so a token's word is the tiles': two tokens per lane
-            if (lane < tokens) bits = selected[lane * s.words + word];
-            if (lane + 32 < tokens) bits |= selected[(lane + 32) * s.words + word];
+            if (first + lane < end) bits = selected[(first + lane) * s.words + word];
+            if (first + lane + 32 < end) bits |= selected[(first + lane + 32) * s.words + word];
             bits = __reduce_or_sync(~0u, bits);
         } else {  // a lane per tile
             const int tile = word * 32 + lane;
             const TileBlocks blocks = tile_blocks(tile, s);
-            for (int j = 0; j < tokens && tile < tiles; j++) bits |= chosen_blocks(selected, j, blocks, s);
+            for (int j = first; j < end && tile < tiles; j++) bits |= chosen_blocks(selected, j, blocks, s);
             bits = __ballot_sync(~0u, bits != 0);
         }
-        if (lane == 0) used[word] = bits;
+        if (lane == 0) used[item] = bits;
     }
 }
 // used = bitmask over tiles of tokens: whether one of the tile's tokens chose a block in KEYS keys from tile `key_tile`
@@ -335,8 +343,8 @@ struct RowOfTile {
     bool query;
 };
 __device__ inline RowOfTile row_of_tile(const QueryTile& tile, int row, const AttentionShape& s) {
-    const int head = s.by_tile_tokens.of(row), token = row - head * s.tile_tokens;
-    return {head, token, head < s.heads && token < tile.tokens};
+    const int token = s.by_heads.of(row);
+    return {row - token * s.heads, token, token < tile.tokens};
 }
 // Row of [B, H, queries] for a query of the tile
 __device__ inline long long row_of_query(const QueryTile& tile, int head, int token, const AttentionShape& s) {
@@ -377,9 +385,10 @@ constexpr int NO_QUERY = 255;
 template <Branch branch, int M>
 __device__ inline unsigned ends_of_rows(const QueryTile& tile, int first_row, const AttentionShape& s) {
     unsigned bytes = 0;
+    const int lane_row = int(indices_again().thread % 32 / 4);  // kept from branch to branch it would be spilled
     for (int m = 0; m < M; m++)
         for (int i = 0; i < 2; i++) {
-            const RowOfTile r = row_of_tile(tile, first_row + m * 16 + i * 8 + int(threadIdx.x) % 32 / 4, s);
+            const RowOfTile r = row_of_tile(tile, first_row + m * 16 + i * 8 + lane_row, s);
             const int t0 = s.first + tile.j0;
             const int difference = end_of_keys<branch>(t0 + r.token, s) - end_of_keys<branch>(t0, s);
             bytes |= unsigned(r.query ? difference : NO_QUERY) << (m * 16 + i * 8);
@@ -515,10 +524,11 @@ template <int D, bool BACKWARD, Multiplier by = WARP>
 struct QueryRows {
     static constexpr int M = row_pieces<D, BACKWARD, by>();
     static constexpr int BUFFERS = key_buffers<BACKWARD, by>(), COLUMNS = tile_columns<D, by>();
+    static constexpr int MASKS = by == WARPGROUP ? query_rows_of(GENERATIONS[0], D, BACKWARD, by) / WARPGROUP_ROWS : 1;
     QueryTile tile;
     int first_row;  // of the warp
     bf16 *k_tiles, *v_tiles, *q_tile, *dout_tile;
-    uint32_t* used;  // tiles of keys of the selected branch
+    uint32_t* used;  // tiles of keys of the selected branch, see find_used_key_tiles
 
     // Where they are. Every branch asks again, so that the walks of others need not keep it in registers.
     __device__ explicit QueryRows(const AttentionShape& s) {
@@ -533,15 +543,15 @@ struct QueryRows {
         q_tile = shared.take<bf16>(tile_rows * D);
         dout_tile = nullptr;
         if constexpr (BACKWARD) dout_tile = shared.take<bf16>(tile_rows * D);
-        used = shared.take<uint32_t>(tile_words(s.first + s.queries));
+        used = shared.take<uint32_t>(MASKS * tile_words(s.first + s.queries));
     }
     // Starts to copy them. dout: not read in the forward pass. selects: finds the tiles that the selected branch uses.
     __device__ void copy(const bf16* q, const bf16* dout, bool selects, const uint32_t* all_selections,
                          const AttentionShape& s) const {
         const int rows = blockDim.x / 32 * 16 * M;
         if (selects)  // first, since its loads have nothing to do meanwhile but to wait
-            find_used_key_tiles(used, all_selections + (size_t(tile.bg) * s.queries + tile.j0) * s.words, tile.tokens,
-                                end_of_key_tiles<SLC>(tile, s), s);
+            find_used_key_tiles<MASKS>(used, all_selections + (size_t(tile.bg) * s.queries + tile.j0) * s.words,
+                                       tile.tokens, end_of_key_tiles<SLC>(tile, s), s);
         copy_queries<D, COLUMNS>(q_tile, q + q_offset<D>(tile, s), size_t(s.queries) * D, D, rows, tile, s);
         if constexpr (BACKWARD)
             copy_queries<D, COLUMNS>(dout_tile, dout + dout_offset<D>(tile, s), D, size_t(s.H) * D, rows, tile, s);
@@ -557,14 +567,6 @@ struct QueryRows {
         int head;
     };
     __device__ Row row(int m, int i, const AttentionShape& s) const {
-        if constexpr (!BACKWARD && by == WARP) {
-            // With unsigned divisions: otherwise the compiler keeps the quotients of ends_of_rows, which are the same,
-            // in 8 registers throughout the walk.
-            const unsigned place = first_row + m * 16 + i * 8 + threadIdx.x % 32 / 4, tokens = unsigned(s.tile_tokens);
-            const int head = int(place / tokens), token = int(place % tokens);
-            const bool query = head < s.heads && token < tile.tokens;
-            return {int(place), query ? row_of_query(tile, head, token, s) : -1, token, 0, head};
-        }
         // Computed again, so that nothing of it stays in registers throughout the walk.
         const Indices again = indices_again();
         const int place = int(again.thread / 32 * M + m) * 16 + i * 8 + int(again.thread % 32 / 4);
@@ -584,7 +586,7 @@ struct QueryRows {
         const size_t query_tile = size_t(s.query_rows) * D * sizeof(bf16);
         const size_t key_tiles = BUFFERS * KEY_TILE * D * sizeof(bf16);
         const size_t bytes = shared_bytes({key_tiles, key_tiles, query_tile, BACKWARD ? query_tile : 0,
-                                           tile_words(s.first + s.queries) * sizeof(uint32_t)});
+                                           MASKS * tile_words(s.first + s.queries) * sizeof(uint32_t)});
         check_shared_bytes(bytes, D);
         return bytes;
     }
@@ -593,7 +595,7 @@ struct QueryRows {
 template <Branch branch, int D, bool BACKWARD, Multiplier by = WARP>
 struct QueryBlock : QueryRows<D, BACKWARD, by> {
     using Rows = QueryRows<D, BACKWARD, by>;
-    using Rows::M, Rows::tile, Rows::used;
+    using Rows::M, Rows::MASKS, Rows::tile, Rows::used;
     int end_tile;               // where the tiles of keys end
     int first_end;              // end_of_keys of the tile's first token
     unsigned ends;              // of this lane's rows, see ends_of_rows
@@ -606,9 +608,15 @@ struct QueryBlock : QueryRows<D, BACKWARD, by> {
         end_tile = end_of_key_tiles<branch>(tile, s);
         keys = {this->k_tiles, this->v_tiles, k, v, tile.bg * s.key_stride};
     }
+    // The first tile of keys from this one on that the block visits; end_tile or more: there is none.
+    __device__ int next(int key_tile) const { return next_tile<branch, MASKS>(used, key_tile, end_tile); }
+    // Whether this warpgroup has a query that chose something of a tile that the block visits.
+    __device__ bool uses(int key_tile) const {
+        return branch != SLC || used[key_tile / 32 * MASKS + warpgroup_index()] >> key_tile % 32 & 1;
+    }
     // Starts to copy the first tile of keys, which it returns, and waits for the queries.
     __device__ int start(const AttentionShape& s) {
-        const int key_tile = next_tile<branch>(used, first_key_tile<branch>(tile, s), end_tile);
+        const int key_tile = next(first_key_tile<branch>(tile, s));
         if (key_tile >= end_tile) cp_async_commit();  // an empty group
         else keys.copy(0, key_tile, s);
         cp_async_wait<1>();

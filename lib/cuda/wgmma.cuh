@@ -85,8 +85,7 @@ template <int N>
 __device__ inline void wgmma_first(float (&c)[N][4], WgmmaTile a, WgmmaTile b) {
     WGMMA("=f", "%32, %33, 0, 1, 1, 0, 0", "%64, %65, 0, 1, 1, 0, 0", "l"(a.bits()), "l"(b.bits()));
 }
-// c (64 x 8 N) += a b^T over 16 columns of each.
-// Both are K-major.
+// c (64 x 8 N) += a b^T over 16 columns of each, both K-major.
 template <int N>
 __device__ inline void wgmma_add(float (&c)[N][4], WgmmaTile a, WgmmaTile b) {
     WGMMA("+f", "%32, %33, 1, 1, 1, 0, 0", "%64, %65, 1, 1, 1, 0, 0", "l"(a.bits()), "l"(b.bits()));

@@ -670,6 +670,7 @@ TEST(attention_kernels_selection_blocks) {
     }
     for (const double density : {0.4, 0.03})  // more than 32 blocks and tiles: bitmasks of several words
         table.push_back({BY_SLC, from(shape(2200, 1), 2150, 10), density, false});
+    table.push_back({BY_SLC, from(shape(1500, 6), 1480, 20), 0.03, false});  // two warpgroups have heads of token 10
     check_setups(table);
 }
 __global__ void used_key_tiles_kernel(uint32_t* used, const uint32_t* selected, int tokens, int tiles,
