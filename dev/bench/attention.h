@@ -340,7 +340,7 @@ inline std::vector<AttentionRow> run_attention(Timed<Cuda>& dev, const Config& c
                                                bool one_sequence = false) {
     const Ceilings ceilings = measure_ceilings(dev, ceiling_size);
     print_to(out, "attention of one layer, %s%d tokens%s, %d heads in %d groups of dimension %d, on %s\n",
-             one_sequence ? "one sequence of at most " : "", (c.batch * c.seq_len), one_sequence ? "" : " in all",
+             one_sequence ? "one sequence of at most " : "", c.batch * c.seq_len, one_sequence ? "" : " in all",
              c.heads, c.kv_groups, c.head_dim, dev.describe());
     ceilings.print(out);
     print_to(out,

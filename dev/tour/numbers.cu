@@ -277,7 +277,7 @@ static void print_timeline(Config c, World& world) {
         dev.set_guard(model.grads + model.table.total, model.results);
         note("classifier");
         backward(model, a, [&](size_t offset) {
-            note(format_text("backward from element %zu on", offset));
+            note(format_text("backward from element %d on", offset));
             reducer->ready(offset);
         });
         note("embedding");

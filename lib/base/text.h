@@ -99,7 +99,7 @@ struct Value {
 };
 
 // format with its conversions, which are printf's, replaced by the values: %s of a text, %d or %x of an integer,
-// %g, %f or %e of a real number. The letters for an integer's size, as in %lld, may stand there and say nothing.
+// %g, %f or %e of a real number; no letters for sizes, as in %lld.
 inline std::string format_values(const char* format, std::initializer_list<Value> values) {
     std::string all;
     const Value* value = values.begin();
@@ -116,10 +116,9 @@ inline std::string format_values(const char* format, std::initializer_list<Value
         const size_t digits = std::strspn(c, "-+ .0123456789");
         const std::string begin = "%" + std::string(c, digits);
         c += digits;
-        c += std::strspn(c, "hlz");
         const char letter = *c;
         const auto kind = letter == 's' ? Value::TEXT : std::strchr("gfe", letter) ? Value::REAL : Value::INTEGER;
-        if (value == values.end() || value->kind != kind)
+        if (value == values.end() || value->kind != kind || !std::strchr("sgfeduxX", letter))
             throw std::logic_error(std::string("the values of a message do not fit into '") + format + "'");
         if (kind == Value::TEXT) add(begin + "s", value->text);
         else if (kind == Value::INTEGER)

@@ -113,7 +113,7 @@ void check_within(const char* what, const NsaShape& s, const std::vector<T>& fou
     }
     if (!(most <= 1))
         check_failed(__FILE__, __LINE__,
-                     "%s[%zu] is %.9g, expected %.9g, limit %.3g (T %d, first %d, queries %d, H %d, G %d, D %d, l %d, "
+                     "%s[%d] is %.9g, expected %.9g, limit %.3g (T %d, first %d, queries %d, H %d, G %d, D %d, l %d, "
                      "d %d, l' %d, w %d)",
                      what, at, double(float(found[at])), expected[at], limit[at], s.T, s.first, s.queries, s.H, s.G,
                      s.D, s.l, s.d, s.slc_block, s.window);

@@ -196,7 +196,7 @@ TEST(shard_beyond_two_gigabytes) {  // the largest the header can count: 4 GiB; 
             std::fclose(file) == 0);
     DataLoader again({open_shard(path)}, data_options(T, false));
     again.restore({7, uint64_t(T), again.state().corpus, samples - 1});
-    CHECK_FAILS(1, format_text("big.bin: token 65535 at byte %llu ", bad).c_str(),
+    CHECK_FAILS(1, format_text("big.bin: token 65535 at byte %d ", bad).c_str(),
                 again.next_batch(inputs.data(), targets.data(), 1));
 }
 

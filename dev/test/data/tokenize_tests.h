@@ -170,7 +170,7 @@ TEST(tokenize_bad_json_line_is_named) {
             f.options.in = {f.input("good.jsonl", good), path};
             f.options.block_bytes = block_bytes, f.options.threads = 4;
             const std::string expected =
-                path + ": line 101: " + c.field + format_text("byte %zu: ", good.size() + c.byte) + c.words;
+                path + ": line 101: " + c.field + format_text("byte %d: ", good.size() + c.byte) + c.words;
             CHECK_FAILS(1, expected.c_str(), tokenize_files(f.options));
         }
     CHECK(glob_files(f.options.out + "*").empty());  // neither shards nor temporary files
@@ -287,7 +287,7 @@ TEST(tokenize_finds_odd_bytes) {
                                                    tokenizer, [](const TokenBlock&) {});
         CHECK_EQUAL(counts.invalid_utf8.words(), "20 times, the first in " + f.folder.file("b.txt") + " at byte 12");
         CHECK_EQUAL(counts.nul.words(),
-                    "2 times, the first in " + f.folder.file("b.txt") + format_text(" at byte %zu", text.size()));
+                    "2 times, the first in " + f.folder.file("b.txt") + format_text(" at byte %d", text.size()));
         CHECK_EQUAL(counts.bytes, 4 + text.size() + 2);
         CHECK_EQUAL(counts.text_bytes, counts.bytes - 3);
         CHECK_EQUAL(counts.separators, 0u);
@@ -344,7 +344,7 @@ TEST(validation_is_drawn_whatever_the_files) {
         const std::string text = format_text("%s%03d", i % 11 < 10 ? "a" : "z", i);
         files[size_t(i) % 11] += "{\"text\": \"" + text + std::string(size_t(i % 7), '.') + "\"}\n";
     }
-    const auto name = [&](size_t i) { return f.folder.file(format_text("%s%02zu.jsonl", i < 10 ? "a" : "z", i)); };
+    const auto name = [&](size_t i) { return f.folder.file(format_text("%s%02d.jsonl", i < 10 ? "a" : "z", i)); };
     std::string all, backwards;
     for (size_t i = 0; i < files.size(); i++) {
         write_file(name(i), files[i]);

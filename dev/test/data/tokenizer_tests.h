@@ -67,7 +67,7 @@ inline std::vector<std::string> pieces_of(const std::string& text) {
     std::vector<std::string> pieces;
     for (size_t at = 0; at < text.size();) {
         const size_t end = pre_tokenizer.piece_end(text.data(), text.size(), at);
-        if (end <= at || end > text.size()) fail("piece_end(%zu) is %zu of %zu", at, end, text.size());
+        if (end <= at || end > text.size()) fail("piece_end(%d) is %d of %d", at, end, text.size());
         pieces.push_back(text.substr(at, end - at));
         at = end;
     }

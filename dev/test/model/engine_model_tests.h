@@ -491,7 +491,7 @@ void check_golden(const std::string& name) {
     loader.next_batch(t.inputs.data(), t.targets.data(), B);
     auto value = [&](const std::string& tensor, size_t i = 0) {
         const TensorView* view = golden.find(tensor);
-        if (!view || view->dtype != "F64" || (i + 1) * 8 > view->bytes) fail("%s: no %s[%zu] in fp64", path, tensor, i);
+        if (!view || view->dtype != "F64" || (i + 1) * 8 > view->bytes) fail("%s: no %s[%d] in fp64", path, tensor, i);
         double x;
         std::memcpy(&x, static_cast<const char*>(view->data) + i * 8, 8);
         return x;
@@ -512,7 +512,7 @@ void check_golden(const std::string& name) {
         if (selections[layer].empty()) continue;
         const size_t rows = size_t(s.B) * s.G * s.T, blocks = size_t(s.slc_blocks());
         const TensorView& view =
-            golden.get(format_text("layers.%zu.selection", layer), "U8", {s.B, s.G, s.T, int64_t(blocks)});
+            golden.get(format_text("layers.%d.selection", layer), "U8", {s.B, s.G, s.T, int64_t(blocks)});
         size_t different = 0;
         for (size_t r = 0; r < rows; r++)
             for (size_t j = 0; j < blocks; j++)

@@ -76,7 +76,7 @@ TEST(evaluation_covers_every_token_once) {
     for (size_t position = 0; position < (1 << 20); position++) {
         const size_t range = find_range(position);
         if (position < range_begin(range) || position >= range_begin(range + 1) || range >= POSITION_RANGES)
-            check_failed(__FILE__, __LINE__, "position %zu is in range %zu", position, range);
+            check_failed(__FILE__, __LINE__, "position %d is in range %d", position, range);
     }
 }
 

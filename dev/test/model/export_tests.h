@@ -213,7 +213,7 @@ PROGRAM_TEST(export_writes_a_model_card) {
     for (const std::string& text :
          {std::string("\n# real\n"), std::string("from_pretrained(\"real\")"),
           std::string("from_pretrained(\"real\", "), std::string("Native Sparse Attention"),
-          std::string("No licence is stated"), format_text("- %zu parameters", parameters),
+          std::string("No licence is stated"), format_text("- %d parameters", parameters),
           std::string("- tokenizer: bytes, 256 tokens; sequences of 64\n"),
           std::string("- data: `train.bin:3`, `more.bin`\n"),
           format_text(

@@ -210,7 +210,7 @@ TEST(worked_example_is_right_and_is_what_the_model_card_quotes) {
         fc1(size_t(s.l) * D), bias(1), fc2(D), sum(size_t(s.slc_blocks()));
     for (size_t t = 0; t < T; t++)
         for (size_t x = 0; x < 2; x++) {
-            k[t * D + x] = row(format_text("key, component %zu", x)).at(t);
+            k[t * D + x] = row(format_text("key, component %d", x)).at(t);
             q[(x * T + t) * D + x] = 2 * std::log(2);
         }
     std::vector<uint32_t> selection(T);
@@ -226,16 +226,16 @@ TEST(worked_example_is_right_and_is_what_the_model_card_quotes) {
         }
         Cpu<double>::fold_importance(importance.data(), p.data(), int(last), s);
         for (size_t j = 0; j < importance.size(); j++) {
-            const std::string overlap = program::behind(page, format_text("  block %zu, tokens ", j));
+            const std::string overlap = program::behind(page, format_text("  block %d, tokens ", j));
             by_overlap.push_back(0);
             const std::regex term("(\\d+) p\\[(\\d+)\\]");
             for (std::sregex_iterator at(overlap.begin(), overlap.end(), term), end; at != end; ++at)
                 by_overlap.back() += std::stod(at->str(1)) * p.at(std::stoul(at->str(2)));
         }
-        check_row(format_text("component %zu", head), component);
-        check_row(format_text("p, head %zu", head), p);
-        check_row(format_text("p_slc, head %zu", head), importance);
-        check_row(format_text("p_slc, head %zu", head), by_overlap);
+        check_row(format_text("component %d", head), component);
+        check_row(format_text("p, head %d", head), p);
+        check_row(format_text("p_slc, head %d", head), importance);
+        check_row(format_text("p_slc, head %d", head), by_overlap);
     }
     cpu.block_importance(sum.data(), &q[last * D], &lse[last], kc.data(), int(last), s);
     check_row("p_slc ", sum);
@@ -247,7 +247,7 @@ TEST(worked_example_is_right_and_is_what_the_model_card_quotes) {
             tokens.push_back(key);
             if (key % s.slc_block == 0) chosen.push_back(key / s.slc_block);
         }
-        check_row(format_text("  token %2zu:", t), chosen);
+        check_row(format_text("  token %2d:", t), chosen);
         if (t == last) check_row("Eq. 12: the query reads the tokens of these blocks:", tokens);
     }
     check_row("I = {", chosen);

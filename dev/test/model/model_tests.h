@@ -88,7 +88,7 @@ static void check_model_gradients(const std::string& options) {
             tests().checks++;
             const double found = grads[spec.offset + i], expected = (above - below) / (2 * step);
             if (!(std::fabs(found - expected) <= 1e-9 + 1e-6 * std::fabs(expected)))
-                check_failed(__FILE__, __LINE__, "%s, %s[%zu]: gradient %.10g, finite difference %.10g", options,
+                check_failed(__FILE__, __LINE__, "%s, %s[%d]: gradient %.10g, finite difference %.10g", options,
                              spec.name, i, found, expected);
         }
     CHECK(flipped * 8 <= 3 * t.model.table.specs.size());
@@ -145,7 +145,7 @@ TEST(every_weight_gets_a_gradient) {
             const size_t width = size_t(spec.columns ? spec.columns : 1);
             tests().checks++;
             if (!(t.squared_gradient(spec.offset + row * width, width) > 0))
-                check_failed(__FILE__, __LINE__, "%s: row %zu has no gradient", spec.name, row);
+                check_failed(__FILE__, __LINE__, "%s: row %d has no gradient", spec.name, row);
         }
 }
 

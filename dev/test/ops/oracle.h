@@ -68,7 +68,7 @@ class Buffer {
     }
     void check() const {
         tests().checks++;
-        if (!intact()) check_failed(__FILE__, __LINE__, "the guard zone of %s [%zu] was overwritten", name, elements);
+        if (!intact()) check_failed(__FILE__, __LINE__, "the guard zone of %s [%d] was overwritten", name, elements);
     }
 
   private:
@@ -475,7 +475,7 @@ void check_array(const char* file, int line, const char* what, const real* found
                  const oracle::Numbers<real>& expected, const std::vector<int>& dimensions) {
     tests().checks++;
     if (count != expected.size())
-        return check_failed(file, line, "%s has %zu elements, the oracle %zu", what, count, expected.size());
+        return check_failed(file, line, "%s has %d elements, the oracle %d", what, count, expected.size());
     size_t worst = 0;
     double worst_ratio = 0;
     for (size_t i = 0; i < count; i++) {

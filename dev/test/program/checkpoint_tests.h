@@ -348,7 +348,7 @@ TEST(checkpoint_retention_against_an_oracle) {
             intact_seen = intact_seen || i->second;
             if (keep == 0 || newer < keep || (keep_every && i->first % keep_every == 0) || newest_intact ||
                 i->first == best)
-                expected.insert(format_text("step_%08lld", i->first));
+                expected.insert(format_text("step_%08d", i->first));
         }
         Lines lines;
         remove_old_checkpoints(folder.path, keep, keep_every, into(lines));

@@ -523,8 +523,8 @@ PROGRAM_TEST(tensorboard_files_hold_what_the_log_holds) {
             same("train/" + name, line.number(name, ""));
         for (size_t i = 0; i < 2; i++) {
             const Json& layer = line.array("layers", "")[i];
-            same(format_text("gate_entropy/layer_%zu", i), layer.number("gate_entropy", ""));
-            same(format_text("gate_win/layer_%zu", i), layer.array("gate", "")[2].number(""));
+            same(format_text("gate_entropy/layer_%d", i), layer.number("gate_entropy", ""));
+            same(format_text("gate_win/layer_%d", i), layer.array("gate", "")[2].number(""));
         }
         CHECK(!scalars.count({step, "train/loss_z"}));  // unknown until there are 128 steps
     }

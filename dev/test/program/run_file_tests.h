@@ -27,7 +27,7 @@ PROGRAM_TEST(run_writes_the_tensors_of_the_design) {
         std::map<std::string, std::vector<int64_t>> rows;
         for (const auto& [tensor, shape] : c.tensors) {
             const int64_t count = shape.size() == 2 ? shape[0] * shape[1] : shape[0];
-            rows[format_text("%s[0:%lld]", tensor, count)] = {count};
+            rows[format_text("%s[0:%d]", tensor, count)] = {count};
         }
         CHECK_EQUAL(moments.tensors.size(), check_tensors(moments, rows, "m.") + check_tensors(moments, rows, "v."));
         bool moved = false, right = true;
@@ -39,7 +39,7 @@ PROGRAM_TEST(run_writes_the_tensors_of_the_design) {
         // The count that the program prints is that of the file.
         size_t parameters = 0;
         for (const TensorView& t : model.tensors) parameters += size_t(t.elements());
-        CHECK(holds(printed(c.command + " --steps=0 --out=@/none"), format_text(", %zu parameters (", parameters)));
+        CHECK(holds(printed(c.command + " --steps=0 --out=@/none"), format_text(", %d parameters (", parameters)));
     }
 }
 
@@ -353,7 +353,7 @@ PROGRAM_TEST(run_dump_state_holds_what_it_promises) {
         CHECK(config.integer("layers", "") == L && config.string("attention", "") == attention);
         CHECK(holds(dump.metadata.at("options"), "--init random") && dump.metadata.at("precision") == "fp32");
         for (int64_t layer = 0; layer < L && nsa; layer++) {
-            const TensorView& t = dump.get(format_text("layers.%lld.selection", layer), "U8", {B, groups, T, blocks});
+            const TensorView& t = dump.get(format_text("layers.%d.selection", layer), "U8", {B, groups, T, blocks});
             for (int64_t row = 0; row < B * groups * T; row++) {
                 const char* chosen = static_cast<const char*>(t.data) + row * blocks;
                 const int64_t own = row % T / block;

@@ -105,7 +105,7 @@ PROGRAM_TEST(run_hangup_saves_and_ends) {
         REQUIRE(run.reaches("step 0002"));
         kill(run.launcher, SIGHUP);
         const size_t lines = lines_of(read_file(run.out_file)).size();
-        REQUIRE(run.reaches(format_text("step %04zu", lines + 20)));
+        REQUIRE(run.reaches(format_text("step %04d", lines + 20)));
         kill(run.launcher, SIGTERM);
         CHECK_EQUAL(run.end(30).status, 75);
     }

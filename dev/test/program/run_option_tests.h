@@ -244,7 +244,7 @@ PROGRAM_TEST(run_tokenize_prints_numbers_that_add_up) {
             "tokenize --tokenizer bytes --in @/a.txt @/b.jsonl --text-key t --split-documents \\n--\\n "
             "--val-fraction " +
             fraction + " --out " + shards);
-        CHECK(holds(printed_now, format_text("read 2 files, %zu bytes", text.size() + json.size())));
+        CHECK(holds(printed_now, format_text("read 2 files, %d bytes", text.size() + json.size())));
         // One, two, last and four.
         CHECK(holds(printed_now, format_text("4 documents, 14 bytes of text: 14 tokens + %d end-of-text", c.ends),
                     format_text("= %d tokens\n", 14 + c.ends),

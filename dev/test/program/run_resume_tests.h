@@ -322,7 +322,7 @@ PROGRAM_TEST(run_bad_data_in_the_middle_keeps_what_was_learnt) {
         if (ranks == 1) CHECK_REFUSED(r, 1, data, "was cut off", saved);
         else CHECK(r.status != 0 && holds(r.err, "token 300 at byte", saved));
         write_file(data, whole);
-        const std::string resume = "--resume " + run_folder + format_text(" --steps=%lld", last + 2);
+        const std::string resume = "--resume " + run_folder + format_text(" --steps=%d", last + 2);
         Result again = run(resume);
         for (int i = 0; i < 50 && holds(again.err, "another run is at work"); i++) {
             usleep(100000);  // mpirun may end before its ranks have let go of the folder

@@ -99,7 +99,7 @@ inline void check(Stage& stage, const Scenario& s) {
     if (a.size() != b.size() || a.size() != std::stoul(s.whole.back().steps)) return fault("other steps");
     for (size_t i = 0; i < a.size(); i++)
         if (!(std::fabs(a[i] - b[i]) <= s.limit))
-            fault(format_text("loss %zu is %.9g, expected %.9g within %.3g", i + 1, b[i], a[i], s.limit));
+            fault(format_text("loss %d is %.9g, expected %.9g within %.3g", i + 1, b[i], a[i], s.limit));
     std::map<int64_t, double> validated = validations_of(parts);
     for (const auto& [step, loss] : validations_of(whole))  // a part validates where it ends too
         if (!validated.count(step) || !(std::fabs(validated[step] - loss) <= s.limit)) fault("another validation");

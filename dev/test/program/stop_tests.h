@@ -15,7 +15,7 @@ inline void stop_at_any_time(const InFolder& in, int threads, int ranks) {
         "--eval-batches=1 --sample-tokens=0 --save-every=50 ",
         2 / ranks, threads);
     const auto command = [&](const std::string& out, int64_t steps) {
-        return in.started(trained + format_text("--steps=%lld --out=", steps) + out, ranks);
+        return in.started(trained + format_text("--steps=%d --out=", steps) + out, ranks);
     };
     // Those of training alone.
     const auto losses = [](const std::string& run) {
@@ -38,7 +38,7 @@ inline void stop_at_any_time(const InFolder& in, int threads, int ranks) {
         if (!r.err.empty()) return "stderr: " + r.err;
         if (newest_checkpoint(out).folder.empty()) return "no checkpoint";
         const int64_t step = newest_checkpoint(out).step, until = (step / save_every + 1) * save_every;
-        if (until > reference_steps) return format_text("step %lld: the machine is too fast", step);
+        if (until > reference_steps) return format_text("step %d: the machine is too fast", step);
         const Result resumed = execute(joined(command(out, until), {"--resume=on"}));
         if (resumed.status != 0) return format_text("the resume ends with %d: ", resumed.status) + resumed.err;
         const std::vector<std::string> lines = losses(out);

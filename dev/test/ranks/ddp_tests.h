@@ -452,7 +452,7 @@ TEST(ddp_a_stalled_rank_speaks_first) {
     for (const size_t waiting : {0, 2}) {
         CHECK(processes.ended[waiting].seconds > processes.ended[1].seconds + 1);
         ranks::check_line(processes.ended[waiting], 1,
-                          {format_text("rank %zu on here has waited 4.", waiting), "for the other ranks at step 5",
+                          {format_text("rank %d on here has waited 4.", waiting), "for the other ranks at step 5",
                            "rank 1 has not come as far, by the heartbeats"});
     }
     for (const ranks::Ended& e : processes.ended) CHECK_EQUAL(e.status, 1);
@@ -588,5 +588,5 @@ TEST(ddp_heartbeat_file) {
 TEST(ddp_binary_digest) {
     const std::string program = read_file("/proc/self/exe");
     CHECK_EQUAL(binary_digest(),
-                format_text("%08x of %zu bytes", crc32c(0, program.data(), program.size()), program.size()));
+                format_text("%08x of %d bytes", crc32c(0, program.data(), program.size()), program.size()));
 }
