@@ -3,42 +3,14 @@
 #pragma once
 #include "../program/program.h"
 
-namespace program {
-// Merges of two bytes each: a vocabulary of GPT-2's size that needs no file. Returns vocab.bpe.
-inline std::string write_pair_vocabulary(const std::string& folder) {
-    const ByteAlphabet alphabet;
-    std::map<int, std::string> written;  // by byte
-    for (int code = 0; code < 256 + 68; code++)
-        if (alphabet.byte_of[code] >= 0) utf8_append(written[alphabet.byte_of[code]], uint32_t(code));
-    const auto name = [&](int id) { return written.at(alphabet.order[id]); };
-    std::string merges = "#version: 0.2\n", ids;
-    for (int id = 0; id < 256; id++) ids += json_quote(name(id)) + ":" + std::to_string(id) + ",";
-    for (int i = 0; i < 50000; i++) {
-        const std::string left = name(i / 256), right = name(i % 256);
-        merges += left + " " + right + "\n";
-        ids += json_quote(left + right) + ":" + std::to_string(256 + i) + ",";
-    }
-    make_folders(folder);
-    write_file(folder + "/vocab.bpe", merges);
-    write_file(folder + "/encoder.json", "{" + ids + "\"<|endoftext|>\":50256}");
-    return merges;
-}
-
-inline std::set<std::string> names_in(const std::string& folder) {
-    std::set<std::string> names;
-    for (const auto& entry : std::filesystem::directory_iterator(folder)) names.insert(entry.path().filename());
-    return names;
-}
-}  // namespace program
-
 PROGRAM_TEST(export_has_the_files_of_transformers_and_the_run_s_bytes) {
     for (const std::string attention : {"nsa", "full"}) {
         const std::string to = file("new/" + attention), checkpoint = out + "/step_00000002";
         REQUIRE_GOOD(run("small --init=random --attention=" + attention));
         REQUIRE_GOOD(run("export --from @/run --out " + to));
-        CHECK(names_in(to) == std::set<std::string>({"README.md", "config.json", "configuration_nsa.py",
-                                                     "generation_config.json", "model.safetensors", "modeling_nsa.py",
-                                                     "tokenizer.json", "tokenizer_config.json"}));
+        CHECK_EQUAL(names_in(to),
+                    "README.md config.json configuration_nsa.py generation_config.json model.safetensors "
+                    "modeling_nsa.py tokenizer.json tokenizer_config.json");
         CHECK(read_file(to + "/model.safetensors") == read_file(checkpoint + "/model.safetensors"));
         for (const std::string name : {"/modeling_nsa.py", "/configuration_nsa.py"})
             CHECK(read_file(to + name) == read_file("lib/report/hf" + name));
@@ -76,31 +48,6 @@ PROGRAM_TEST(export_tokenizer_of_bytes_gives_each_byte_its_value) {
     CHECK_EQUAL(parse_json(read_file(generation), generation).integer("eos_token_id", generation), 0);
 }
 
-PROGRAM_TEST(export_of_gpt2_carries_the_vocabulary) {
-    const std::string merges = write_pair_vocabulary(file("vocabulary")), to = file("hf");
-    write("a.bin", shard(random_tokens(1000, 1, 50257)));
-    REQUIRE_GOOD(run("small --tokenizer=gpt2 --data=@/a.bin --steps=1"));
-    check({{"export --from @/run --out @/hf", 2, {"export", "--vocab-dir is missing"}},
-           {"export --from @/run --out @/hf --vocab-dir @/none", 1, {"@/none"}}});
-    CHECK(!file_exists(to));
-    REQUIRE_GOOD(run("export --from @/run --out @/hf --vocab-dir @/vocabulary"));
-    CHECK(names_in(to) ==
-          std::set<std::string>({"README.md", "config.json", "configuration_nsa.py", "generation_config.json",
-                                 "merges.txt", "model.safetensors", "modeling_nsa.py", "tokenizer.json",
-                                 "tokenizer_config.json", "vocab.json"}));
-    CHECK(read_file(to + "/merges.txt") == merges);
-    const Json expected = parse_json(read_file(file("vocabulary/encoder.json")), "encoder.json"),
-               found = parse_json(read_file(to + "/vocab.json"), "vocab.json");
-    CHECK(found.keys == expected.keys);
-    REQUIRE(found.items.size() == 50257);
-    for (size_t i = 0; i < found.items.size(); i++) CHECK_EQUAL(found.items[i].integer_value, int64_t(i));
-    // an import knows where its vocabulary is
-    REQUIRE_GOOD(run("import --from @/hf --out @/back"));
-    const Words greedy = {"--temperature=0", "--tokens=8", "--prompt=two words", "--threads=1"};
-    CHECK_EQUAL(printed(joined({"sample", "--from=@/back"}, greedy)),
-                printed(joined({"sample", "--from=@/run", "--vocab-dir=@/vocabulary"}, greedy)));
-}
-
 // From wherever a run was trained, through transformers and back: nobody says again where the vocabulary is.
 PROGRAM_TEST(vocabulary_goes_where_the_model_goes) {
     write("a.txt", read_file("dev/MODEL.md").substr(0, 20000)), write("line.txt", "two words");
@@ -108,6 +55,8 @@ PROGRAM_TEST(vocabulary_goes_where_the_model_goes) {
     REQUIRE_GOOD(run("tokenize --in @/a.txt --out @/a --vocab-dir @/vocabulary"));
     REQUIRE_GOOD(run("small --out=@/first --tokenizer=gpt2 --vocab-dir=@/vocabulary --data=@/a_train_*.bin"));
     const Tokenizer original = Tokenizer::gpt2(file("vocabulary"));
+    const std::string learnt_merges = read_file(file("vocabulary/vocab.bpe"));
+    const Json learnt = parse_json(read_file(file("vocabulary/encoder.json")), "encoder.json");
     remove_tree(file("vocabulary"));
     rename_path(file("first"), file("run's"));
     const Words greedy = {"--temperature=0", "--tokens=8", "--prompt=two words", "--threads=1"};
@@ -123,6 +72,11 @@ PROGRAM_TEST(vocabulary_goes_where_the_model_goes) {
          {"eval --from @/run's --text @/line.txt --threads 1",
           "inspect --from @/run's --text @/line.txt --json @/i --threads 1", "export --from @/run's --out @/hf"})
         REQUIRE_GOOD(run(command));
+    CHECK_EQUAL(names_in(file("hf")),
+                "README.md config.json configuration_nsa.py generation_config.json merges.txt model.safetensors "
+                "modeling_nsa.py tokenizer.json tokenizer_config.json vocab.json");
+    CHECK(read_file(file("hf/merges.txt")) == learnt_merges);
+    CHECK_EQUAL(parse_json(read_file(file("hf/vocab.json")), "vocab.json").to_text(), learnt.to_text());
     CHECK_EQUAL(sample("@/hf"), expected);  // warns that it has no manifest
     // transformers 5 saves tokenizer.json alone; its merges are lists in some versions, and end-of-text is added
     const std::string again = file("again"), json = again + "/tokenizer.json",

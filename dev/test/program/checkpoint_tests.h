@@ -43,14 +43,6 @@ inline void make_quickly(const std::string& run, int64_t step, const std::string
     write_file(folder + "/manifest.json", manifest_text(step, {{"config.json", 3, crc32c(0, text.data(), 3)}}, state));
 }
 
-// In order, with blanks between them.
-inline std::string names_in(const std::string& folder) {
-    std::string text;
-    const std::vector<std::string> entries = folder_entries(folder);
-    for (const std::string& name : std::set<std::string>(entries.begin(), entries.end()))
-        text += (text.empty() ? "" : " ") + name;
-    return text;
-}
 inline bool is_intact(const std::string& folder) {
     return error_of([&] { open_checkpoint(folder); }).empty();
 }
@@ -106,7 +98,7 @@ PROGRAM_TEST(file_writer_records_what_it_wrote) {
     replace_text_file(path, "new");
     replace_text_file(file("fresh"), "text");
     CHECK_EQUAL(read_file(path), "new");
-    CHECK_EQUAL(checkpoint_test::names_in(folder.path), "fresh t.safetensors x.bin");
+    CHECK_EQUAL(names_in(folder.path), "fresh t.safetensors x.bin");
 }
 
 PROGRAM_TEST(checkpoint_round_trip) {

@@ -409,6 +409,15 @@ inline void copy_folder(const std::string& from, const std::string& to) {
     std::filesystem::copy(from, to, std::filesystem::copy_options::recursive);
 }
 
+// What is in a folder, in order, with blanks between them.
+inline std::string names_in(const std::string& folder) {
+    std::string text;
+    const std::vector<std::string> entries = folder_entries(folder);
+    for (const std::string& name : std::set<std::string>(entries.begin(), entries.end()))
+        text += (text.empty() ? "" : " ") + name;
+    return text;
+}
+
 inline std::string weights_of(const std::string& run, int64_t step) {
     return read_file(checkpoint_folder(run, step) + "/model.safetensors");
 }

@@ -241,6 +241,7 @@ PROGRAM_TEST(refusals_of_resumes_and_beginnings) {
         {"inspect --from @/run --text @/empty.txt --html @/i.html", 1, {"--text @/empty.txt"}},
         {"eval --from @/gpt2 --val-data synthetic", 2, {"--val-data synthetic", "gpt2"}},
         {"sample --from @/gpt2", 2, {"--vocab-dir"}},
+        {"export --from @/gpt2 --out @/hf", 2, {"export", "--vocab-dir is missing"}},
         {"sample --from @/gpt2 --vocab-dir @/none", 1, {"@/none"}},
         {"sample --from @/run --prompt x --prompt-file @/train.bin", 2, {"--prompt", "--prompt-file"}},
         {"sample --from @/run --prompt-file @/none", 1, {"@/none"}},

@@ -515,9 +515,9 @@ TEST(ddp_slow_is_no_alarm) {
 TEST(ddp_a_pause_is_no_alarm) {
     ranks::Processes processes;
     processes.start("", [] {
-        ranks::Watched w(0, 1, 2);
+        ranks::Watched w(0, 1, 1);
         std::fprintf(stderr, "started\n");
-        for (int step = 1; step <= 20; step++) {
+        for (int step = 1; step <= 10; step++) {
             w.watchdog.note_phase(step, "forward");
             usleep(100000);
         }
@@ -525,7 +525,7 @@ TEST(ddp_a_pause_is_no_alarm) {
     });
     CHECK(processes.wait_for(0, "started"));
     kill(processes.pids[0], SIGSTOP);
-    usleep(3500000);
+    usleep(2000000);
     kill(processes.pids[0], SIGCONT);
     processes.wait(15);
     CHECK_EQUAL(processes.ended[0].status, 0);
