@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Times the CPU engine on this machine, and beside it PyTorch where it is installed: make bench, or
-#   dev/bench/cpu.sh build/bench_cpu [--python PYTHON] [--rounds N] [--ranks ./train_nsa] [--longest T]
+# Times the CPU engine on this machine, and beside it those of its competitors that are installed: make bench, or
+#   dev/bench/cpu.sh build/bench_cpu [--python PYTHON] [--rounds N] [--ranks ./train_nsa] [--llmc FOLDER] [--longest T]
 #   --python    an interpreter that imports torch (default: python3, if it does); without one PyTorch is left out
 #   --rounds    how often the contenders take turns (default 2); a turn is two steps of warm-up and three that count
 #   --ranks     the program; two ranks of one thread then take turns with one rank of two threads under mpirun
 #   --longest   of NSA beside full attention, from 1024 tokens on (default 65536, where a step of full attention takes
 #               minutes)
+#   --llmc      a checkout of llm.c whose CPU trainer and starter files are ready (./train_gpt2, gpt2_124M.bin)
 # A timing counts only on a quiet machine, so each part prints the load of other processes. Nothing is downloaded.
 set -euo pipefail
 case ${1:-} in -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
@@ -13,13 +14,14 @@ case ${1:-} in -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 0 ;; es
 bench=$1
 shift
 here=$(cd "$(dirname "$0")" && pwd)
-python=python3 rounds=2 ranks='' longest=65536
+python=python3 rounds=2 ranks='' llmc='' longest=65536
 while [ $# -gt 0 ]; do
     [ $# -gt 1 ] || { echo "cpu.sh: $1 needs a value (--help says more)" >&2; exit 2; }
     case $1 in
         --python) python=$2 ;;
         --rounds) rounds=$2 ;;
         --ranks) ranks=$(realpath "$2") ;;
+        --llmc) llmc=$2 ;;
         --longest) longest=$2 ;;
         *) echo "cpu.sh: unknown option $1 (--help lists them)" >&2; exit 2 ;;
     esac
@@ -89,10 +91,17 @@ for round in $(seq "$rounds"); do
                 echo "# torch.compile cannot run it here"
         done
     done
+    if [ -n "$llmc" ]; then
+        (cd "$llmc" && OMP_NUM_THREADS=$(nproc) timeout 120 stdbuf -oL ./train_gpt2 || true) |
+            awk 'match($0, /took [0-9.]+ ms/) {
+                print "rate llm.c-fp32", 256000 / substr($0, RSTART + 5, RLENGTH - 8)
+            }' |
+            contend awk 'NR > 1 && NR <= 6'  # its batch is 4 x 64 tokens
+    fi
 done
 echo; echo "== medians"
 for dtype in $dtypes; do
-    compare "$dtype" torch-nsa torch-nsa-compiled torch-dense torch-dense-compiled
+    compare "$dtype" torch-nsa torch-nsa-compiled torch-dense torch-dense-compiled llm.c
 done
 
 # Whole steps of small models, where every loop is short. PyTorch's models have the same sizes.
