@@ -742,6 +742,8 @@ TEST(attention_kernels_wide_selection_blocks) {
         table.push_back({BY_SLC | GATHERED, s});
         table.push_back({BY_SLC, s, 0.03});
     }
+    for (const int queries : {20, 30})  // rows of two warpgroups, of three
+        table.push_back({BY_SLC, from(shape(1500, 6, 1, 128), 1500 - queries, queries), 0.03, false});
     check_setups(table);
 }
 // Compressed keys in blocks of 128, and where there are more than 256 queries their sums in parts.
