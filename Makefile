@@ -20,7 +20,7 @@ define HELP
 make deps        installs what is missing (compiler, MPI) through the system's package manager
 make train_nsa   the program; what it is built with is printed first
 make info        what it would be built with
-make test        the tests, ten minutes; make test_long: those that take longer
+make test        the tests, six minutes; make test_long: those that take longer
 make bench       times the CPU engine beside PyTorch and others that are installed, see dev/bench/cpu.sh
 make demo        a model of one's own from one text: make demo TEXT=book.txt
 make ladder      attention from the plainest kernels to the trainer's; make figures: those of dev/tour (needs Python)

@@ -1,5 +1,5 @@
 # dev.mk: tests, goldens and benchmarks. Included by the Makefile, which knows the compilers and libraries.
-#   make test        the tests, ten minutes on two cores with the building: built and run side by side
+#   make test        the tests, six minutes on two cores with the building: built and run side by side
 #   make test_long   the others: the CHECK build of the emulator, other machines, faults that take their time, registers
 #   make build/cuda_tests               any of the programs below
 #   make build/train_nsa_emulated && mpirun -np 2 build/train_nsa_emulated --device cuda ...
