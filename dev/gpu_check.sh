@@ -4,11 +4,13 @@
 # .log beside. Each part is stopped when its time is over and replaces its section in today's page; what stands in its
 # way is a sentence there, and the others go on. The exit status is 1 if a part failed or was stopped.
 #     dev/gpu_check.sh prepare    on any machine with nvcc: writes programs.tar.gz, the programs for sm_80, sm_90 and
-#                                 later. In the repository's root on the GPU's machine it spares building there.
-#                                 NO_MPI=1 and NO_NCCL=1 leave out libraries that are not there
+#                                 later and the emulator's results. In the repository's root on the GPU's machine it
+#                                 spares building there. NO_MPI=1 and NO_NCCL=1 leave out libraries that are not there
 #     dev/gpu_check.sh [PART]...  without arguments all of them, in this order:
 #       build       train_nsa and build/test_device for this GPU, where they are not there or do not start
 #       tests       the tests that run on the device: operations, kernels, training steps (make test has the others)
+#       emulator    the attention kernels on this GPU against dev/emulator/ with the same inputs: selections bit by bit,
+#                   numbers within their limits
 #       shapes      tokens/s, MFU and memory of 125m at 16 x 1024, 16 x 2048, 32 x 1024 and 4 x 8192
 #       kernels     the time of every operation of 125m's step, and of every kernel where there is Nsight Compute; their
 #                   sum against the step's time shows the gaps. <gpu>-<date>-kernels.csv keeps what it wrote
@@ -20,7 +22,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
 
-readonly PARTS="build tests shapes kernels torch"
+readonly PARTS="build tests emulator shapes kernels torch"
 readonly LIMIT=580  # seconds of one part
 die() { echo "gpu_check.sh: $1" >&2; exit 2; }
 case "${1:-}" in -h | --help) sed -n '/^# One command/,/^# Figures worth/s/^# //p' "$0"; exit 0 ;; esac
@@ -183,8 +185,9 @@ part_build() {
 part_prepare() {
     local march="" here=build/carried pack=$WORK/pack/build name
     [ "$(uname -m)" != x86_64 ] || march=x86-64-v3
-    make BUILD=$here MARCH=$march $here/train_nsa $here/test_device || return 1
+    make BUILD=$here MARCH=$march $here/train_nsa $here/test_device $here/cuda_tests || return 1
     mkdir -p "$pack"
+    $here/cuda_tests --write-results "$pack/emulator.safetensors" || return 1
     for name in train_nsa test_device; do strip -o "$pack/$name" $here/$name || return 1; done
     mv "$pack/train_nsa" "$WORK/pack"
     tar -C "$WORK/pack" -czf programs.tar.gz train_nsa build
@@ -201,6 +204,15 @@ part_tests() {
     echo "answer: $(grep -c '^ok ' "$WORK/tests") tests passed on the device, these did not:" \
         "$(sed -n 's/^FAIL *\([^ ]*\).*/\1/p' "$WORK/tests" | tr '\n' ' ')"
     return "$status"
+}
+part_emulator() {
+    local file=build/emulator.safetensors
+    ! ./train_nsa --version | grep -x 'attention kernels: plain' || { echo "skipped: no other kernels"; return 0; }
+    if [ ! -s "$file" ]; then
+        file=$WORK/emulator.safetensors
+        make build/cuda_tests && within 120 ./build/cuda_tests --write-results "$file" || return 1
+    fi
+    within 120 ./build/test_device --compare-results "$file"
 }
 part_shapes() {
     local batch T status=0

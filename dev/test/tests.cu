@@ -8,6 +8,7 @@
 // and, compiled by nvcc as build/test_device,
 //   --perf-attention [options]                  times attention alone, every branch, at several sequence lengths
 //   --ladder [options of train]                 times the attention kernels from the plainest to the trainer's
+//   --write-results FILE, --compare-results FILE   the kernels' results here beside another device's
 // -DDEVICE_TESTS_ONLY leaves out the tests of the host: that is build/test_device, which is built in less than half the
 // time. Built by nvcc, the tests of the CUDA engine are here too and run on the GPU, if there is one; without nvcc see
 // dev/test/emulator/cuda_tests.cpp. With GPU=NAME they are those of the engine in dev/ports/NAME.
@@ -44,6 +45,7 @@
 #include "cuda/cuda_model_tests.h"
 #include "cuda/bench_tests.h"
 #include "cuda/ladder_tests.h"
+#include "cuda/device_results.h"
 #endif
 #include "../bench/perf.h"
 #ifdef USE_CUDA
@@ -92,6 +94,7 @@ int main(int argc, char** argv) {
     leave_out_device_tests();
     try {
 #ifdef USE_CUDA
+        if (const int status = device_results::main_of(argc, argv); status >= 0) return status;
         if (argc > 1 && !std::strcmp(argv[1], "--perf-attention")) return run_attention_bench(argc - 1, argv + 1);
 #endif
         if (argc > 1 && !std::strcmp(argv[1], "--perf")) return run_perf(argc - 1, argv + 1);

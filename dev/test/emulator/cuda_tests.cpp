@@ -13,8 +13,10 @@
 #include "../cuda/cuda_model_tests.h"
 #include "../cuda/bench_tests.h"
 #endif
+#include "../cuda/device_results.h"
 
 int main(int argc, char** argv) {
     emu::machine.rough = true;  // a GPU's errors, so that the tests' limits hold on one
-    return run_tests(argc, argv);
+    const int status = device_results::main_of(argc, argv);
+    return status >= 0 ? status : run_tests(argc, argv);
 }
