@@ -232,7 +232,7 @@ struct GatherBlock {
     }
     // Row of [B, H, queries] for a row of the tile
     __device__ size_t place_of(int row, const AttentionShape& s) const {
-        return (size_t(tile.bg) * s.heads + row % s.heads) * s.queries + tile.j0 + row / s.heads;
+        return size_t(row_of_query(tile, row % s.heads, row / s.heads, s));
     }
     // Calls visit(rows, key_tile, k_tile, v_tile) for the rows that see something of a tile of keys, 16 at a time.
     // Begins and ends with a barrier.

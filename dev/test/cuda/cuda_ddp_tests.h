@@ -20,6 +20,7 @@ struct TwoRanks {
         double norm_squared = 0, loss = 0, peer_loss = 0;
     };
     std::vector<Expected> expected;
+    std::vector<float> m, v, master;  // at the end
 
     explicit TwoRanks(const char* options) : c(engine_config(options)) {
         c.layers = 1, c.seq_len = 32, c.total_batch = 128, c.init = "standard", c.batch = 1;  // two micro-steps a rank
@@ -63,6 +64,10 @@ struct TwoRanks {
             e.loss = results[0], e.norm_squared = results[1];
             expected.push_back(e);
         }
+        m.resize(n), v.resize(n), master.resize(n);
+        dev.copy(m.data(), static_cast<const float*>(model.m), n),
+            dev.copy(v.data(), static_cast<const float*>(model.v), n),
+            dev.copy(master.data(), static_cast<const float*>(model.master), n);
     }
 
     // The training loop's order of calls, results received a step later; true if
@@ -135,8 +140,17 @@ struct TwoRanks {
         emu::machine.run_late = false;
         emu::peers = nullptr;
         // After the tensors there are the guard element and padding, which nobody reads.
-        return same &&
+        same = same &&
                std::memcmp(params.data(), expected.back().params.data(), model.table.total * sizeof(Cuda::real)) == 0;
+        for (auto [field, whole] :
+             {std::make_pair(model.m, &m), std::make_pair(model.v, &v), std::make_pair(model.master, &master)}) {
+            std::vector<float> found(model.state_elements());
+            dev.copy(found.data(), static_cast<const float*>(field), found.size());
+            for (const Piece& piece : model.owned)
+                for (size_t i = piece.begin; i < std::min(piece.begin + piece.count, model.table.total); i++)
+                    same = same && found[piece.local + (i - piece.begin)] == (*whole)[i];
+        }
+        return same;
     }
 };
 
