@@ -46,8 +46,8 @@ SHORT_EMULATOR_TESTS := $(BUILD)/emulator_tests $(BUILD)/emulator_tests_check '$
 LONG_EMULATOR_TESTS := $(EMULATOR_OTHER_GPUS:%='% --only attention_kernels_head') '$(BUILD)/planted_faults_check 2'
 EMULATED := $(if $(HAVE_MPI),$(BUILD)/train_nsa_emulated)
 DEVICE := $(if $(GPU_FOUND),$(BUILD)/test_device)
-# The program that the short tests start some 1200 times. Where there is nvcc and no GPU it is one that the host compiler
-# makes: it starts in 4 ms, nvcc's in 70, nearly all of them for loading cuBLASLt. The long tests start nvcc's.
+# The program that the short tests start some 1200 times. Where there is nvcc and no GPU it is one that the host
+# compiler makes: it starts in 4 ms, nvcc's in 70, nearly all of them for loading cuBLASLt. The long tests start nvcc's.
 TESTED := $(if $(HAVE_CUDA),$(if $(GPU_FOUND),,$(BUILD)/host/))train_nsa
 
 $(EMULATOR_PLAIN_PROGRAMS): $(BUILD)/%: dev/test/emulator/%.cpp $(BUILD)/command
@@ -64,7 +64,8 @@ $(BUILD)/train_nsa_emulated: train_nsa.cu lib/report/hf/*.py lib/report/html/* $
 
 $(BUILD)/host/train_nsa: $(BUILD)/host/train_nsa.o $(APART)
 	$(call quiet,LINK)$(HOST_LINK) $(filter %.o,$^) -o $@ $(HOST_LIBS)
-$(BUILD)/host/train_nsa.o: train_nsa.cu lib/report/hf/*.py lib/report/html/inspect.html $(BUILD)/command
+$(BUILD)/host/train_nsa.o: train_nsa.cu lib/report/hf/*.py lib/report/html/inspect.html $(BUILD)/command \
+  $(BUILD)/version
 	$(call quiet,CXX )mkdir -p $(@D) && $(HOST) -x c++ -DPROGRAM_VERSION=$(VERSION) $(DEPENDS) -c $< -o $@
 
 # ---- The tour's numbers, and its figures from them; see dev/tour/figures.py.
@@ -80,7 +81,7 @@ $(BUILD)/tour_lanes: dev/tour/lanes.cpp $(BUILD)/command
 
 # ---- The crash tester, and the shim that makes disks fail; see crash_test.cpp.
 CRASH_PROGRAMS := $(BUILD)/crash_test $(BUILD)/faults.so
-CRASH_TESTS = '$(BUILD)/crash_test --program $(TESTED) --shim $(BUILD)/faults.so'
+CRASH_TESTS := '$(BUILD)/crash_test --program $(TESTED) --shim $(BUILD)/faults.so'
 .PHONY: crash_test
 crash_test: train_nsa $(CRASH_PROGRAMS)
 $(BUILD)/crash_test: $(BUILD)/crash_test.o $(APART)
