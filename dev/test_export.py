@@ -8,7 +8,7 @@ Trains small models for a few steps, exports them, and compares transformers wit
 for byte. Prints a line for each comparison; exit status 1 if one fails. --vocab-dir: GPT-2's vocabulary, for which one
 that `train_nsa vocabulary` learns stands in otherwise.
 
-Needs transformers, torch, safetensors and numpy (pip install them). Five minutes on two cores.
+Needs transformers (4.57 or later), torch, safetensors and numpy (pip install them). Two minutes on two cores.
 """
 
 import argparse
@@ -150,11 +150,12 @@ def compare_chunks(name, model, tokens):
     """Pieces of any length through the cache against one pass."""
     tokens = torch.from_numpy(tokens[:1200].astype(np.int64))[None]
     with torch.no_grad():
-        whole, cache, pieces, at = model(tokens).logits, None, [], 0
+        whole, cache, pieces, at = model(tokens).logits, {}, [], 0
         for length in [1, 7, 1, 1, 5, 16, 33, 200, 1, 300, 1, 1, 257, 1200]:
-            out = model(tokens[:, at:at + length], past_key_values=cache, use_cache=True)
+            out = model(tokens[:, at:at + length], use_cache=True, **cache)
             pieces.append(out.logits)
-            cache, at = out.past_key_values, at + length
+            # as this version of transformers names it
+            cache, at = {name: out[name] for name in ("past_key_values", "cache") if name in out.__dict__}, at + length
     worst = (torch.cat(pieces, 1) - whole).abs().max().item()
     report(worst < LOGIT_LIMIT, f"{name}: logits of 1200 tokens in pieces through the cache differ by {worst:.1e}")
 
@@ -165,16 +166,21 @@ def compare_greedy(name, program, run, model, tokenizer, prompt_text):
     # as the program prints them: end-of-text as a newline, one more at the end
     byte_of = {c: b for b, c in written_bytes().items()} | {"\0": 10}
     prompt = tokenizer(tokenizer.bos_token + prompt_text, return_tensors="pt")
-    made = {}
+    made, read = {}, {True: 0, False: 0}
     for cached in (True, False):
+        def count(_, args, given, cached=cached):
+            read[cached] += given["input_ids"].shape[1]
+        hook = model.register_forward_pre_hook(count, with_kwargs=True)
         made[cached] = model.generate(**prompt, do_sample=False, max_new_tokens=GREEDY_TOKENS, use_cache=cached,
                                       eos_token_id=None)[0]
+        hook.remove()
     new = made[True][prompt.input_ids.shape[1]:].tolist()
     text = b"".join(b"\n" if t == tokenizer.bos_token_id else bytes(byte_of[c] for c in written)
                     for t, written in zip(new, tokenizer.convert_ids_to_tokens(new)))
     report(out == prompt_text.encode() + text + b"\n",
            f"{name}: {len(new)} greedy tokens, {len(set(new))} different ones, are those of ./train_nsa sample")
     report(torch.equal(made[True], made[False]), f"{name}: the same without caches")
+    report(read[True] == len(made[True]) - 1, f"{name}: with caches {read[True]} tokens were read for them, each once")
 
 
 def compare_tokens(name, program, tokenizer, text, vocabulary):
@@ -234,6 +240,8 @@ def check_padding(model, tokenizer):
 
 def check_refusals(model):
     ids = torch.arange(3)[None]
+    unasked = {"return_dict": None, "output_attentions": None, "output_hidden_states": None}  # as PEFT passes them
+    report("logits" in model(ids, **unasked), "None for what nobody asked for is taken")
     for text, given in (("inputs_embeds", {"inputs_embeds": torch.zeros(1, 3, model.config.dim)}),
                         ("position_ids", {"input_ids": ids, "position_ids": ids}),
                         ("empty prompt", {"input_ids": ids[:, :0]}),

@@ -27,6 +27,8 @@ TENSORS = (
     "attn.phi_v.fc1.weight", "attn.phi_v.fc1.bias", "attn.phi_v.fc2.weight", "attn.o_proj.weight",
     "mlp_norm.weight", "mlp.fc1.weight", "mlp.fc2.weight",
 )
+# What transformers calls the cache: the former since 5.24, where a model that knows the latter alone gets none
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 SMALLEST_WEIGHT = math.exp(-87)  # the trainer takes smaller ones, where fp32 loses precision, as 0: so blocks tie alike
 
 
@@ -356,17 +358,18 @@ class NsaForCausalLM(PreTrainedModel, GenerationMixin):
         self,
         input_ids=None,
         attention_mask=None,   # [B, tokens so far]: 0 hides padding, wherever it stands
-        past_key_values=None,  # what an earlier call returned
+        cache=None,            # what an earlier call returned
         labels=None,           # [B, N] as input_ids; -100 is left out of the loss
         use_cache=None,
         logits_to_keep=0,      # logits of the last so many tokens; 0: all
-        return_dict=True,
+        return_dict=None,
         output_attentions=False,
         output_hidden_states=False,
         inputs_embeds=None,
         position_ids=None,
+        past_key_values=None,  # the same, as transformers called it before 5.24
     ):
-        if output_attentions or output_hidden_states or not return_dict:
+        if output_attentions or output_hidden_states or return_dict is False:
             raise ValueError("this model returns loss, logits and cache as a dict: no attentions, no hidden states")
         if inputs_embeds is not None or input_ids is None:
             raise ValueError("this model takes input_ids and no inputs_embeds")
@@ -376,11 +379,11 @@ class NsaForCausalLM(PreTrainedModel, GenerationMixin):
         if input_ids.shape[1] == 0:
             raise ValueError("an empty prompt has nothing to continue: begin with tokenizer.bos_token, which stands"
                              " before every document")
-        cache, N = past_key_values, input_ids.shape[1]
+        N, cache = input_ids.shape[1], past_key_values if cache is None else cache
         if cache is None:
             cache = NsaCache(len(self.layers))
         elif not isinstance(cache, (NsaCache, NsaRowCaches)):
-            raise ValueError(f"past_key_values is a {type(cache).__name__}, expected an NsaCache")
+            raise ValueError(f"the cache is a {type(cache).__name__}, expected an NsaCache")
         seen = self.new_columns(attention_mask, input_ids, cache)
         # Behind a row's tokens padding does no harm, since no token looks ahead, unless decoding goes on behind it.
         if isinstance(cache, NsaCache) and not seen.all() and (use_cache or bool((seen[:, 1:] > seen[:, :-1]).any())):
@@ -401,7 +404,7 @@ class NsaForCausalLM(PreTrainedModel, GenerationMixin):
             if by_rows:  # nothing stands before a row's first token
                 labels = labels.masked_fill(seen.cumsum(1) == seen, -100)
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache if use_cache else None)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: cache if use_cache else None})
 
     @staticmethod
     def new_columns(mask, input_ids, cache):
@@ -422,14 +425,14 @@ class NsaForCausalLM(PreTrainedModel, GenerationMixin):
         return False  # forward() makes its own
 
     def prepare_inputs_for_generation(
-        self, input_ids, past_key_values=None, attention_mask=None, use_cache=True, logits_to_keep=1,
-        inputs_embeds=None, **unused
+        self, input_ids, attention_mask=None, use_cache=True, logits_to_keep=1, inputs_embeds=None, **others
     ):
-        done = past_key_values.get_seq_length() if past_key_values is not None else 0
+        cache = others.get(CACHE)
+        done = cache.get_seq_length() if cache is not None else 0
         return {
             "input_ids": input_ids[:, done:],
             "inputs_embeds": inputs_embeds,
-            "past_key_values": past_key_values,
+            CACHE: cache,
             "attention_mask": attention_mask,
             "use_cache": use_cache,
             "logits_to_keep": logits_to_keep or 1,
