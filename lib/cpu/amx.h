@@ -13,7 +13,6 @@
 constexpr int TILE = 16;
 
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
-#include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 constexpr bool HAVE_AMX = true;
@@ -24,6 +23,14 @@ inline bool amx_granted() {
     static const bool granted = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
     return granted;
 }
+
+// The instructions, in assembler: CUDA up to 12.4 cannot read the header that newer versions of GCC have for them. r is
+// the number of a register, base and stride, in bytes, tell where its rows are in memory.
+#define TILE_LOAD(r, base, stride) asm volatile("tileloadd (%0,%1,1), %%tmm" #r ::"r"(base), "r"(stride))
+#define TILE_STORE(r, base, stride) \
+    asm volatile("tilestored %%tmm" #r ", (%0,%1,1)" ::"r"(base), "r"(stride) : "memory")
+#define TILE_ZERO(r) asm volatile("tilezero %%tmm" #r ::)
+#define TILE_MULTIPLY_ADD(c, a, b) asm volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
 
 // Sets up this thread's registers while the object lives, if they are wanted and granted: at full size, or for products
 // whose A and C have fewer rows than a tile.
@@ -37,12 +44,11 @@ class AmxTiles {
             uint8_t rows[16] = {TILE, TILE, TILE, TILE, TILE, TILE, TILE, TILE};
         } config;
         for (int i = 0; i < 6; i++) config.rows[i] = uint8_t(rows);  // C and A; 6 and 7 hold B
-        asm volatile("" ::"r"(&config) : "memory");                  // all of it is read
-        _tile_loadconfig(&config);
+        asm volatile("ldtilecfg %0" ::"m"(config));
         ready = true;
     }
     ~AmxTiles() {
-        if (ready) _tile_release();
+        if (ready) asm volatile("tilerelease" ::);
         ready = false;
     }
     AmxTiles(const AmxTiles&) = delete;
@@ -59,39 +65,39 @@ inline void amx_block(int depth, const Bf16Pair* a, size_t a_row, const Bf16Pair
                       bool accumulate) {
     static_assert(R <= 2 && N <= 2, "four registers for C, two for A, two for B");
     const size_t a_bytes = a_row * sizeof *a, b_bytes = ldb * sizeof *b, c_bytes = ldc * sizeof *c;
-    asm volatile("" ::: "memory");  // g++ 12 does not know that the loads read what was stored before
+    asm volatile("" ::: "memory");  // the loads read what was stored before
     if (accumulate) {
-        _tile_loadd(0, c, c_bytes);
-        if (N == 2) _tile_loadd(1, c + TILE, c_bytes);
-        if (R == 2) _tile_loadd(2, c + TILE * ldc, c_bytes);
-        if (R == 2 && N == 2) _tile_loadd(3, c + TILE * ldc + TILE, c_bytes);
+        TILE_LOAD(0, c, c_bytes);
+        if (N == 2) TILE_LOAD(1, c + TILE, c_bytes);
+        if (R == 2) TILE_LOAD(2, c + TILE * ldc, c_bytes);
+        if (R == 2 && N == 2) TILE_LOAD(3, c + TILE * ldc + TILE, c_bytes);
     } else {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
+        TILE_ZERO(0);
+        TILE_ZERO(1);
+        TILE_ZERO(2);
+        TILE_ZERO(3);
     }
     const float* next = c + R * TILE * ldc;  // what is written next, a row at a time
     for (int k = 0; k < depth; k += TILE, a += TILE, b += TILE * ldb, next += ldc) {
         __builtin_prefetch(next, 1);
         if (N == 2) __builtin_prefetch(next + TILE, 1);
-        _tile_loadd(4, a, a_bytes);
-        _tile_loadd(6, b, b_bytes);
-        _tile_dpbf16ps(0, 4, 6);
+        TILE_LOAD(4, a, a_bytes);
+        TILE_LOAD(6, b, b_bytes);
+        TILE_MULTIPLY_ADD(0, 4, 6);
         if (N == 2) {
-            _tile_loadd(7, b + TILE, b_bytes);
-            _tile_dpbf16ps(1, 4, 7);
+            TILE_LOAD(7, b + TILE, b_bytes);
+            TILE_MULTIPLY_ADD(1, 4, 7);
         }
         if (R == 2) {
-            _tile_loadd(5, a + TILE * a_row, a_bytes);
-            _tile_dpbf16ps(2, 5, 6);
+            TILE_LOAD(5, a + TILE * a_row, a_bytes);
+            TILE_MULTIPLY_ADD(2, 5, 6);
         }
-        if (R == 2 && N == 2) _tile_dpbf16ps(3, 5, 7);
+        if (R == 2 && N == 2) TILE_MULTIPLY_ADD(3, 5, 7);
     }
-    _tile_stored(0, c, c_bytes);
-    if (N == 2) _tile_stored(1, c + TILE, c_bytes);
-    if (R == 2) _tile_stored(2, c + TILE * ldc, c_bytes);
-    if (R == 2 && N == 2) _tile_stored(3, c + TILE * ldc + TILE, c_bytes);
+    TILE_STORE(0, c, c_bytes);
+    if (N == 2) TILE_STORE(1, c + TILE, c_bytes);
+    if (R == 2) TILE_STORE(2, c + TILE * ldc, c_bytes);
+    if (R == 2 && N == 2) TILE_STORE(3, c + TILE * ldc + TILE, c_bytes);
 }
 #else
 constexpr bool HAVE_AMX = false;

@@ -13,6 +13,7 @@
 #include <vector>
 
 #ifdef __AVX512BF16__
+#define _AMXTILEINTRIN_H_INCLUDED  // amx.h says why it does without GCC's header of this name
 #include <immintrin.h>
 #endif
 #include "amx.h"

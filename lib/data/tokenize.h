@@ -602,7 +602,7 @@ inline TokenizeCounts encode_files(const char* verb, const TokenizeOptions& opti
     TokenizeCounts counts;
     Progress progress(verb, double(inputs.bytes()));
     TokenizePool pool(encoding, options.threads);
-    const PreTokenizer pre_tokenizer;
+    const PreTokenizer pre_tokenizer{};
     const auto take = [&] {
         const auto block = pool.take_oldest();
         use_tokens(*block);
