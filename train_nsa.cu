@@ -848,7 +848,7 @@ void generate(
     Decoder<Dev> decoder(model, int64_t(prompt.size()), int64_t(prompt.size()) + count);
     std::vector<int32_t> next = prompt;
     for (int64_t i = 0; i < count; i++) {
-        next = {decoder.next(next, c)};
+        next.assign(1, decoder.next(next, c));
         if (!emit(next[0])) break;
     }
     end();
