@@ -65,7 +65,7 @@ PROBED := CXX CPPFLAGS CXXFLAGS LDFLAGS NVCC MPICXX MARCH GPU NO_CUDA NO_NCCL NO
 export $(PROBED)
 $(if $(MAKE_RESTARTS),,$(if $(filter deps,$(MAKECMDGOALS)),$(shell rm -f $(BUILD)/config.mk)))
 $(call kept,$(BUILD)/settings,$(foreach v,$(PROBED),$(v)=$($(v))) $(shell uname -nm; \
-  command -v $(firstword $(CXX)) $(NVCC) $(MPICXX)),rm -f $(BUILD)/config.mk)
+  for program in $(firstword $(CXX)) $(NVCC) $(MPICXX); do command -v $$program; done),rm -f $(BUILD)/config.mk)
 $(BUILD)/config.mk: $(BUILD)/settings lib/run/config.sh $(if $(MAKE_RESTARTS),,$(filter deps,$(MAKECMDGOALS)))
 	@bash lib/run/config.sh > $@.new && mv $@.new $@
 include $(BUILD)/config.mk

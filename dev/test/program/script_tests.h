@@ -115,6 +115,20 @@ PROGRAM_TEST(script_config_reads_what_wrappers_of_mpi_show) {
     CHECK(holds(shown_by("s|$| -Wl,-rpath,\\\\$ORIGIN/x|"), "\\$$ORIGIN/x\n"));
 }
 
+// An nvcc that comes into a folder of PATH is found by the next make.
+PROGRAM_TEST(run_make_finds_what_came_later) {
+    make_folders(file("bin"));
+    const auto finds_nvcc = [&] {
+        const Words make = {"/usr/bin/env", "-u", "MAKEFLAGS", "PATH=" + file("bin") + ":" + std::getenv("PATH"),
+                            "make", "BUILD=" + file("build"), "NVCC=later_nvcc", "NO_MPI=1", file("build/config.mk")};
+        REQUIRE_GOOD(execute(make));
+        return holds(read_file(file("build/config.mk")), "HAVE_CUDA := " + file("bin/later_nvcc"));
+    };
+    CHECK(!finds_nvcc());
+    write_script(file("bin/later_nvcc"), "");
+    CHECK(finds_nvcc());
+}
+
 // The scripts of the evidence, each once, on a text and a model that take a tenth of a second.
 PROGRAM_TEST(run_scripts_of_the_evidence) {
     if (execute({"/usr/bin/env", "python3", "-c", ""}).status != 0) return skip("scripts of the evidence: no python3");

@@ -79,6 +79,8 @@ RANKS_TEST(launch_of_ranks_that_never_come) {
             const Words words = first ? two_ranks(mpirun, self, other) : two_ranks(mpirun, other, self);
             const Result r = execute(words, {{"NSA_TEST_RANK=1"}});
             CHECK(r.status != 0 && r.status != 1000);
+            // Open MPI's mpirun ends all when one fails, and may do so before the rank has waited for it.
+            if (other[0] == "/bin/false" && !holds(mpi_name(), "MPICH")) continue;
             CHECK(holds(r.err, format_text("train_nsa: error: rank %d on ", first ? 0 : 1) + host_name()));
         }
 }
