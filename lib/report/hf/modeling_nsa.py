@@ -27,9 +27,9 @@ TENSORS = (
     "attn.phi_v.fc1.weight", "attn.phi_v.fc1.bias", "attn.phi_v.fc2.weight", "attn.o_proj.weight",
     "mlp_norm.weight", "mlp.fc1.weight", "mlp.fc2.weight",
 )
+SMALLEST_WEIGHT = math.exp(-87)  # the trainer takes smaller ones, where fp32 loses precision, as 0: so blocks tie alike
 # What transformers calls the cache: the former since 5.24, where a model that knows the latter alone gets none
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
-SMALLEST_WEIGHT = math.exp(-87)  # the trainer takes smaller ones, where fp32 loses precision, as 0: so blocks tie alike
 
 
 class NsaCache:
