@@ -6,6 +6,9 @@
 #include <utility>
 #include <vector>
 
+#include <fcntl.h>
+#include <unistd.h>
+
 #include "files.h"
 #include "text.h"
 
@@ -46,7 +49,12 @@ struct GpuSearch {
     std::string error;            // CUDA's own text
 };
 
-inline bool has_nvidia_module() { return file_exists("/proc/driver/nvidia/version") || file_exists("/dev/nvidiactl"); }
+// A container may hide /proc/driver. That there is a device file says nothing: CUDA makes one where no driver is.
+inline bool has_nvidia_module() {
+    const int device = open("/dev/nvidiactl", O_RDONLY | O_CLOEXEC);
+    if (device >= 0) close(device);
+    return device >= 0 || file_exists("/proc/driver/nvidia/version");
+}
 
 // "12.4"; "none" for 0.
 inline std::string cuda_version_text(int v) { return v ? format_text("%d.%d", v / 1000, v % 1000 / 10) : "none"; }

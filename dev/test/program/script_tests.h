@@ -119,9 +119,8 @@ PROGRAM_TEST(script_config_reads_what_wrappers_of_mpi_show) {
 PROGRAM_TEST(run_make_finds_what_came_later) {
     make_folders(file("bin"));
     const auto finds_nvcc = [&] {
-        const Words make = {"/usr/bin/env", "-u", "MAKEFLAGS", "PATH=" + file("bin") + ":" + std::getenv("PATH"),
-                            "make", "BUILD=" + file("build"), "NVCC=later_nvcc", "NO_MPI=1", file("build/config.mk")};
-        REQUIRE_GOOD(execute(make));
+        const std::string make = "MAKEFLAGS= PATH=$0/bin:$PATH make BUILD=$0/build NVCC=later_nvcc NO_MPI=1";
+        REQUIRE_GOOD(execute({"/bin/bash", "-c", make + " $0/build/config.mk", folder.path}));
         return holds(read_file(file("build/config.mk")), "HAVE_CUDA := " + file("bin/later_nvcc"));
     };
     CHECK(!finds_nvcc());
