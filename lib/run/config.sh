@@ -62,7 +62,7 @@ if wanted NO_MPI && shown=$($MPICXX -show 2>/dev/null); then
         quoted=${quoted//$/\$\$} # for make
         case $before$word in
         -[ID]* | -isystem*) compile="$compile $quoted" ;;
-        -O* | -g) ;;
+        -O* | -g | -flto* | -ffat-lto-objects) ;; # of the MPI's own compilation, as Ubuntu 26.04 shows them
         *) link="$link $quoted" ;;
         esac
         case $word in -[ID] | -isystem) before=$word ;; *) before='' ;; esac

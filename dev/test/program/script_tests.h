@@ -111,6 +111,7 @@ PROGRAM_TEST(script_config_reads_what_wrappers_of_mpi_show) {
     };
     CHECK_EQUAL(shown_by("s/ -\\([IL]\\)\\([^ ]*\\)/ -\\1\"\\2\"/g"), plain);
     CHECK_EQUAL(shown_by("s/^/ccache /"), plain);
+    CHECK_EQUAL(shown_by("s/ -L/ -flto=auto -ffat-lto-objects -L/"), plain);
     CHECK(holds(shown_by("s/ -I/ -isystem /g"), "MPI_FLAGS := -isystem /"));
     CHECK(holds(shown_by("s|$| -Wl,-rpath,\\\\$ORIGIN/x|"), "\\$$ORIGIN/x\n"));
 }
