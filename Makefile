@@ -107,8 +107,8 @@ line = $(if $(wildcard $(BUILD)/config.mk),$(info $(if $(HAVE_$(1)),✓ $(2)  $(
 $(call line,COMPILER,compiler,$(HAVE_COMPILER),not found: make deps)
 $(call line,OMP,OpenMP  ,all cores,not found: one core)
 $(call line,MPI,MPI     ,$(filter -l%,$(MPI_LIBS)),$(MPICXX) not found or does not link: one process only; make deps)
-$(call line,NCCL,NCCL    ,gradients of several GPUs,$(if $(HAVE_CUDA),not found beside nvcc or in the system: one GPU \
-  only,only with nvcc))
+$(call line,NCCL,NCCL    ,gradients of several GPUs,$(if $(HAVE_CUDA),not found beside nvcc or in the system: several \
+  GPUs need MPI and are slower; after installing libnccl-dev: make clean,only with nvcc))
 $(if $(GPU:cuda=),$(call line,PORT,$(PORT_NAME),$(PORT_TEXT),not found),$(call line,CUDA,nvcc    ,$(ARCH_NAME)$(if \
   $(NO_CUBLAS),; no cuBLASLt),not found))
 
