@@ -67,6 +67,14 @@ def tokenize(program, documents, prefix, val_fraction, *options):
                     str(val_fraction), *options], check=True)
 
 
+def keep_first(shard, tokens):
+    """Cuts a shard, of which `eval` measures every token but the first."""
+    with open(shard, "r+b") as file:
+        file.seek(8)
+        file.write(tokens.to_bytes(4, "little"))
+        file.truncate(1024 + 2 * tokens)
+
+
 def make_corpus(cache, program):
     os.makedirs(cache, exist_ok=True)
     package = f"{cache}/{PACKAGE}_{VERSION}_all.deb"
@@ -81,8 +89,10 @@ def make_corpus(cache, program):
         long_enough = [(path, text) for path, text in held_out if len(text) >= 2 * tokens]
         for number, (path, text) in enumerate(long_enough[:count]):
             middle = text[(len(text) - size) // 2:][:size]
-            # One more document, so that the sample has a last target.
-            tokenize(program, [(path, middle), ("end", " ")], f"{cache}/heldout/c_{tokens}_{number:03d}", 1)
+            # The beginning of one more document, so that the sample has a last target.
+            prefix = f"{cache}/heldout/c_{tokens}_{number:03d}"
+            tokenize(program, [(path, middle), ("end", " ")], prefix, 1)
+            keep_first(f"{prefix}_val_000000.bin", tokens + 1)
 
 
 if __name__ == "__main__":
