@@ -270,13 +270,13 @@ inline void sync_folder(const std::string& path) {
     if (error && error != EINVAL) fail("cannot sync folder %s: %s", path, std::strerror(error));
 }
 
-// The last line of a growing file, of at most 1000 bytes; "" where there is none.
+// The last whole line of a growing file, of at most 1000 bytes; "" where there is none.
 inline std::string last_line(const std::string& path) {
     std::ifstream in(path);
     std::string line;
     in.seekg(0, std::ios::end);
     in.seekg(std::max<std::streamoff>(0, std::streamoff(in.tellg()) - 1000));
-    for (std::string next; std::getline(in, next);) line = next;
+    for (std::string next; std::getline(in, next) && !in.eof();) line = next;
     return line;
 }
 

@@ -577,6 +577,8 @@ TEST(ddp_heartbeat_file) {
     CHECK(number("memory_mib") > 0.1 && number("memory_mib") < 1e6);
     CHECK_NEAR(number("time"), double(std::time(nullptr)), 60);
     CHECK(holds(second, "\"loss\":null") && two.number("step", "heartbeat") == 2);
+    write_file(path, first + "\n" + second.substr(0, 12));  // while it is written
+    CHECK_EQUAL(last_line(path), first);
     for (const ranks::Ended& e : processes.ended) CHECK_EQUAL(e.status, 0);
     CHECK_EQUAL(processes.ended[0].err, std::string());
     CHECK_EQUAL(processes.ended[1].err,
