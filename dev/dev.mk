@@ -30,10 +30,12 @@ $(BUILD)/test_device.o: dev/test/tests.cu $(BUILD)/command
 # of the emulator itself, and of the CUDA engine (cuda_tests: every kernel, every operation, whole training steps).
 # -O1 takes half of -O2's time to compile, and what it makes runs as fast; but in the CHECK build attention by -O2 would
 # take 0.7 of the time.
-EMULATOR := $(CXX) -std=c++17 -O1 -g1 -Idev/emulator -DUSE_CUDA -DUSE_NCCL -Wall -Wextra -Wno-unknown-pragmas \
+EMULATOR_FLAGS := -std=c++17 -O1 -g1 -Idev/emulator -DUSE_CUDA -DUSE_NCCL -Wall -Wextra -Wno-unknown-pragmas \
   -fstack-clash-protection -pthread $(if $(WERROR),-Werror)
+EMULATOR := $(CXX) $(EMULATOR_FLAGS)
 # The CHECK build: compiled for the thread sanitizer but linked without it, since cuda_on_cpu_check.h has the functions
-# that the compiler calls.
+# that g++ calls; clang calls others.
+EMULATOR_GXX := $(if $(findstring clang,$(CXX)),g++,$(CXX))
 EMULATOR_CHECK := -fsanitize=thread,undefined -fno-sanitize-recover=undefined
 EMULATOR_PLAIN_PROGRAMS := $(addprefix $(BUILD)/,emulator_tests planted_faults cuda_tests)
 EMULATOR_CHECK_PROGRAMS := $(addprefix $(BUILD)/,emulator_tests_check planted_faults_check cuda_tests_check)
@@ -55,8 +57,8 @@ $(EMULATOR_PLAIN_PROGRAMS): $(BUILD)/%: dev/test/emulator/%.cpp $(BUILD)/command
 $(EMULATOR_OTHER_GPUS): $(BUILD)/attention_tests_%: dev/test/emulator/attention_tests.cpp $(BUILD)/command
 	$(call quiet,CXX )$(EMULATOR) -DEMULATED_CAPABILITY=$* $(SAN_FLAGS) $(DEPENDS) $< -o $@
 $(EMULATOR_CHECK_PROGRAMS): $(BUILD)/%_check: dev/test/emulator/%.cpp $(BUILD)/command
-	$(call quiet,CXX )$(EMULATOR) $(EMULATOR_CHECK) $(DEPENDS) -c $< -o $@.o
-	$(call quiet,LINK)$(CXX) $@.o -fsanitize=undefined -pthread -o $@
+	$(call quiet,CXX )$(EMULATOR_GXX) $(EMULATOR_FLAGS) $(EMULATOR_CHECK) $(DEPENDS) -c $< -o $@.o
+	$(call quiet,LINK)$(EMULATOR_GXX) $@.o -fsanitize=undefined -pthread -o $@
 # The whole program on up to four emulated GPUs, one for each rank.
 $(BUILD)/train_nsa_emulated: train_nsa.cu lib/report/hf/*.py lib/report/html/* $(BUILD)/command
 	$(call quiet,CXX )$(EMULATOR) -DEMULATED_GPUS=4 -DUSE_MPI -DOMPI_SKIP_MPICXX -DMPICH_SKIP_MPICXX \

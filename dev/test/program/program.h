@@ -503,9 +503,9 @@ inline std::map<std::string, std::vector<int64_t>> tensors_of_the_design(int64_t
 // Every tensor of `expected` is there under the prefix as F32; returns how many.
 inline size_t check_tensors(const SafeTensors& file, const std::map<std::string, std::vector<int64_t>>& expected,
                             const std::string& prefix) {
-    for (const auto& [name, shape] : expected) {
+    for (const auto& tensor : expected) {
         tests().checks++;
-        const std::string fault = error_of([&] { file.get(prefix + name, "F32", shape); });
+        const std::string fault = error_of([&] { file.get(prefix + tensor.first, "F32", tensor.second); });
         if (!fault.empty()) check_failed(__FILE__, __LINE__, "%s", fault);
     }
     return expected.size();
