@@ -401,16 +401,13 @@ __global__ void __launch_bounds__(CLASSIFIER_THREADS)
     classifier_kernel(float* losses, cuda_real* logits, const int32_t* targets, float dloss, bool want_gradient, int V,
                       int Vp) {
     wait_for_earlier_kernels();
-    SHARED(Softmax, of_warps, [CLASSIFIER_THREADS / 32]);
+    DynamicShared shared;
+    Softmax* of_warps = shared.take<Softmax>(CLASSIFIER_THREADS / 32);
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
     const int target = targets[blockIdx.x];
     cuda_real* row = logits + size_t(blockIdx.x) * Vp;
-    cuda_real* kept = row;
-    if constexpr (KEEPS_ROW) {
-        DynamicShared shared;
-        kept = shared.take<cuda_real>(size_t(Vp));
-    }
+    cuda_real* kept = KEEPS_ROW ? shared.take<cuda_real>(size_t(Vp)) : row;
     Softmax softmax = {-INFINITY, 0};
     float x[W];
     for (int v0 = threadIdx.x * W; v0 < V; v0 += CLASSIFIER_THREADS * W) {
@@ -2311,17 +2308,18 @@ struct Cuda : CudaOptimiser {
     void classifier(Stat* losses, real* logits, const int32_t* targets, double dloss, bool want_gradient, int N, int V,
                     int Vp) {
         // A multiprocessor has 1 KiB more than a block can have, and takes 1 KiB for each block.
-        const size_t bytes = shared_bytes({size_t(Vp) * sizeof(real)}), room = max_shared_of_device() + 1024;
-        const bool keeps_row = want_gradient && 2 * (bytes + 1024 + sizeof(kernels::Softmax) * 32) <= room;
+        const size_t of_warps = sizeof(kernels::Softmax) * kernels::CLASSIFIER_THREADS / 32;
+        const size_t bytes = shared_bytes({of_warps, size_t(Vp) * sizeof(real)}), room = max_shared_of_device() + 1024;
+        const bool keeps_row = want_gradient && 2 * (bytes + 1024) <= room;
         with_width(is_wide(Vp, logits), [&](auto W) {
             if (keeps_row)
                 launch<kernels::classifier_kernel<W(), true>>(unsigned(N), kernels::CLASSIFIER_THREADS, bytes, stream,
                                                               losses, logits, targets, float(dloss), want_gradient, V,
                                                               Vp);
             else
-                launch<kernels::classifier_kernel<W(), false>>(unsigned(N), kernels::CLASSIFIER_THREADS, 0, stream,
-                                                               losses, logits, targets, float(dloss), want_gradient, V,
-                                                               Vp);
+                launch<kernels::classifier_kernel<W(), false>>(unsigned(N), kernels::CLASSIFIER_THREADS, of_warps,
+                                                               stream, losses, logits, targets, float(dloss),
+                                                               want_gradient, V, Vp);
         });
     }
 

@@ -134,7 +134,8 @@ struct DynamicShared {
 // Events and copies, and the kernels of cuBLASLt and NCCL, come between two of ours in full order, as they always did.
 template <auto kernel, class... Args>
 void launch(dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream, Args... args) {
-    // Every GPU grants 48 KiB; more has to be requested. Each kernel is launched by one thread and on one GPU.
+    // Every GPU grants 48 KiB; more has to be requested. Each kernel is launched by one thread and on one GPU. SHARED
+    // arrays count too, so a kernel that may get much has none.
     static size_t granted = 48 * 1024;
     if (shared_bytes > granted) {
         cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes)),

@@ -346,6 +346,7 @@ ENGINE_TEST(classifier) {
              {std::array<int, 3>{9, 256, 256}, {7, 1000, 1024}, {3, 5, 128}, {3, 37, 39}, {2, 2301, 2303}})
             check_classifier<E>(N, V, Vp, scale);
     check_classifier<E>(2, 50257, 50304, 2);
+    check_classifier<E>(2, 24500, 24576, 2);  // 48 KiB of bf16
     check_classifier<E>(1, 60001, 60032, 2);  // two such rows do not fit into the shared memory of any GPU
 }
 
