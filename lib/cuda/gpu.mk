@@ -15,8 +15,9 @@ ifneq ($(HAVE_CUDA),)
   ARCH := $(SPLIT_COMPILE) $(if $(CAPABILITY),$(call gencode,$(CAPABILITY:90=90a)),--threads 2 \
     $(call gencode,80) -gencode=arch=compute_90a$(comma)code=sm_90a)
   ARCH_NAME := $(if $(CAPABILITY),sm_$(CAPABILITY:90=90a)$(comma) $(if $(GPU_COMPUTE_CAPABILITY),as \
-    GPU_COMPUTE_CAPABILITY says,the GPU found here),no GPU here: sm_80$(comma) sm_90a$(comma) and PTX for later ones); \
-    PRECISION=$(PRECISION)$(if $(BEFORE_BF16),$(comma) since bf16 needs sm_80 or later)
+    GPU_COMPUTE_CAPABILITY says,the GPU found here),$(if $(GPU_UNKNOWN),this nvcc does not know \
+    sm_$(GPU_UNKNOWN),no GPU here): sm_80$(comma) sm_90a$(comma) and PTX for later ones); PRECISION=$(PRECISION)$(if \
+    $(BEFORE_BF16),$(comma) since bf16 needs sm_80 or later)
   FLAGS += -DUSE_CUDA $(if $(filter FP32,$(PRECISION)),-DPRECISION_FP32) $(if $(HAVE_NCCL),-DUSE_NCCL) \
     $(if $(NO_CUBLAS),-DNO_CUBLAS)
   # Words for g++ as nvcc passes them on; it knows these and no others itself.

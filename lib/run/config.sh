@@ -76,9 +76,10 @@ nvcc=$(wanted NO_CUDA && [ "$GPU" = cuda ] && command -v "$NVCC")
 if [ -n "$nvcc" ]; then
     echo "HAVE_CUDA := $nvcc"
     echo "CUDA_VERSION := $("$NVCC" --version | sed -n 's/.*release \([0-9.]*\).*/\1/p')"
-    # Of the first GPU here, such as 90; empty without one.
-    echo "GPU_FOUND := $(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null |
-        sed -n '1s/^\([0-9]*\)\.\([0-9]*\)$/\1\2/p')"
+    # Of the newest GPU here, such as 90. What nvcc is too old or too new for runs PTX, if anything.
+    found=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null |
+        sed -n 's/^\([0-9]*\)\.\([0-9]*\)$/\1\2/p' | sort -n | tail -1)
+    "$NVCC" --list-gpu-arch | grep -qx "compute_$found" && echo "GPU_FOUND := $found" || echo "GPU_UNKNOWN := $found"
     # nvcc compiles the kernels of one PTX on several cores, where it can: 12.4 knows the option and its own compiler
     # does not. So a kernel is compiled, and nothing may be complained of.
     echo '__global__ void kernel() {}' >"$work/probe.cu"
