@@ -14,6 +14,7 @@ static long long read_number(const char* name, long long lowest, long long highe
 }
 
 const char* started_by_mpi() {
+    if (std::getenv("TORCHELASTIC_RUN_ID")) return nullptr;  // torchrun, which an mpirun or srun may have started
     for (const char* variable : {"PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "PMIX_RANK"})
         if (std::getenv(variable)) return variable;
     return nullptr;
@@ -28,7 +29,8 @@ static bool is_slurm_task() {
 }
 
 int rank_in_environment() {
-    for (const char* variable : {"PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "RANK", "SLURM_PROCID"})
+    const char* const first = started_by_mpi() ? "PMI_RANK" : "RANK";
+    for (const char* variable : {first, "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "RANK", "SLURM_PROCID"})
         if (const char* text = std::getenv(variable)) return std::atoi(text);
     return 0;
 }
@@ -49,7 +51,6 @@ static bool read_rank_variables(Launch& launch) {
     launch.launcher = "RANK/WORLD_SIZE";
     launch.size = read_number("WORLD_SIZE", 1, 4096, 1);
     launch.rank = read_number("RANK", 0, 1 << 30, 0);
-    launch.local_size = read_number("LOCAL_WORLD_SIZE", 1, 4096, -1);
     launch.local_rank = read_number("LOCAL_RANK", 0, 4095, -1);
     const char* store = std::getenv("TORCHELASTIC_USE_AGENT_STORE");
     const int taken = store && !std::strcmp(store, "True");  // torchrun itself listens on MASTER_PORT then
@@ -91,18 +92,13 @@ static void refuse_contradictions(const Launch& launch) {
             value, other, limit);
     };
     require(launch.rank < launch.size, rank, launch.rank, size, launch.size);
-    require(launch.local_size <= launch.size, "LOCAL_WORLD_SIZE", launch.local_size, size, launch.size);
-    if (launch.local_size > 0)
-        require(launch.local_rank < launch.local_size, local_rank, launch.local_rank, "LOCAL_WORLD_SIZE",
-                launch.local_size);
     require(launch.local_rank <= launch.rank, local_rank, launch.local_rank, rank, launch.rank);
 }
 
 // Without MPI: the host of rank 0. This one where all ranks are here; otherwise somebody has to say it.
 static std::string address_of_rank_0(const Launch& launch) {
     if (const char* address = std::getenv("MASTER_ADDR")) return address;
-    bool one_host = launch.local_size < 0 ? launch.local_rank < 0 || launch.local_rank == launch.rank
-                                          : launch.local_size == launch.size;
+    bool one_host = launch.local_rank < 0 || launch.local_rank == launch.rank;
     if (launch.launcher == "srun") one_host = read_number("SLURM_STEP_NUM_NODES", 1, 1 << 30, 2) == 1;
     if (!one_host)
         fail_usage(

@@ -14,7 +14,7 @@ struct Launch {
     bool by_mpi = false;                   // MPI brings the ranks together, and knows rank and size
     std::string mpi;                       // the name of this build's MPI library
     int rank = 0, size = 1;
-    int local_rank = -1, local_size = -1;  // -1: not said
+    int local_rank = -1;  // -1: not said
     // Without MPI: where rank 0 gives out the id of NCCL's communicator, and what names this run there.
     std::string address, run;
     int port = 0;

@@ -19,8 +19,7 @@ namespace ranks {
 
 // Of all variables that launchers set those of the list, NAME=VALUE;NAME=VALUE; the later counts, a NAME alone is none.
 inline void set_launch_variables(const std::string& variables) {
-    std::vector<std::string> names = {"RANK",        "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
-                                      "MASTER_ADDR", "MASTER_PORT"};
+    std::vector<std::string> names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"};
     for (char** e = environ; *e; e++) {
         const std::string name = std::string(*e).substr(0, std::string(*e).find('='));
         for (const char* prefix : {"PMI_", "PMIX_", "OMPI_", "SLURM_", "TORCHELASTIC_"})
@@ -206,8 +205,8 @@ TEST(ddp_launch_variables) {
     const auto read_by = [&](const std::string& variables, const char* mpi) -> const ranks::Ended& {
         processes.start(variables, [&] {
             const Launch l = read_launch(mpi);
-            std::fprintf(stderr, "%s%s rank %d of %d local %d of %d at %s:%d run '%s'\n", l.launcher.c_str(),
-                         l.by_mpi ? " MPI" : "", l.rank, l.size, l.local_rank, l.local_size, l.address.c_str(), l.port,
+            std::fprintf(stderr, "%s%s rank %d of %d local %d at %s:%d run '%s'\n", l.launcher.c_str(),
+                         l.by_mpi ? " MPI" : "", l.rank, l.size, l.local_rank, l.address.c_str(), l.port,
                          l.run.c_str());
             return 0;
         });
@@ -220,21 +219,23 @@ TEST(ddp_launch_variables) {
     const auto refused = [&](const std::string& variables, const std::string& words, const char* mpi = "") {
         ranks::check_line(read_by(variables, mpi), 2, {words});
     };
-    const std::string alone = "one process rank 0 of 1 local -1 of -1 at :0 run ''", two = "RANK=0;WORLD_SIZE=2;";
+    const std::string alone = "one process rank 0 of 1 local -1 at :0 run ''", two = "RANK=0;WORLD_SIZE=2;";
     reads("", alone);
     reads("MASTER_ADDR=x;MASTER_PORT=1", alone);
-    reads("RANK=2;WORLD_SIZE=4", "RANK/WORLD_SIZE rank 2 of 4 local -1 of -1 at 127.0.0.1:29500 run ''");
-    reads("RANK=5;WORLD_SIZE=8;LOCAL_RANK=1;LOCAL_WORLD_SIZE=4;MASTER_ADDR=n1;MASTER_PORT=777",
-          "RANK/WORLD_SIZE rank 5 of 8 local 1 of 4 at n1:777 run ''");
+    reads("RANK=2;WORLD_SIZE=4", "RANK/WORLD_SIZE rank 2 of 4 local -1 at 127.0.0.1:29500 run ''");
+    reads("RANK=5;WORLD_SIZE=8;LOCAL_RANK=1;MASTER_ADDR=n1;MASTER_PORT=777",
+          "RANK/WORLD_SIZE rank 5 of 8 local 1 at n1:777 run ''");
     reads(two + "RANK=1;MASTER_ADDR=n1;MASTER_PORT=777;TORCHELASTIC_USE_AGENT_STORE=True;TORCHELASTIC_RUN_ID=r7",
-          "RANK/WORLD_SIZE rank 1 of 2 local -1 of -1 at n1:778 run 'r7'");
+          "RANK/WORLD_SIZE rank 1 of 2 local -1 at n1:778 run 'r7'");
+    reads(two + "PMI_SIZE=1;PMIX_RANK=0;SLURM_STEP_ID=0;MASTER_ADDR=n1;TORCHELASTIC_RUN_ID=r7",  // in an srun
+          "RANK/WORLD_SIZE rank 0 of 2 local -1 at n1:29500 run 'r7'", "MPICH");
 
     // mpirun: what MPI sees counts; without MPI it is refused, by rank 0 at once.
     for (const char* by : {"PMI_SIZE=4;PMI_RANK=0", "OMPI_COMM_WORLD_SIZE=4;PMIX_RANK=0"}) {
-        reads(by, "mpirun MPI rank 0 of 4 local -1 of -1 at :0 run ''", "MPICH Version: 4.0");
+        reads(by, "mpirun MPI rank 0 of 4 local -1 at :0 run ''", "MPICH Version: 4.0");
         refused(by, "built without MPI and would run as 4 independent copies");
     }
-    reads("PMI_SIZE=1;PMI_RANK=0", "mpirun rank 0 of 1 local -1 of -1 at :0 run ''");
+    reads("PMI_SIZE=1;PMI_RANK=0", "mpirun rank 0 of 1 local -1 at :0 run ''");
     refused("PMI_SIZE=4;PMI_RANK=3", "error: rank 3 on " + host_name());
     CHECK(processes.ended.back().seconds > 1);
 
@@ -242,19 +243,19 @@ TEST(ddp_launch_variables) {
     const std::string slurm =
                           "SLURM_STEP_ID=2;SLURM_JOB_ID=100;SLURM_NTASKS=4;SLURM_PROCID=0;SLURM_LOCALID=0;"
                           "SLURM_STEP_NUM_NODES=1;",
-                      as_slurm = "srun rank 0 of 4 local 0 of -1 at 127.0.0.1:10702 run '100.2'";
+                      as_slurm = "srun rank 0 of 4 local 0 at 127.0.0.1:10702 run '100.2'";
     reads(slurm, as_slurm);
     reads(slurm + "PMI_SIZE=4", as_slurm);  // a build without MPI takes Slurm's own
-    reads(slurm + "PMI_SIZE=4", "srun MPI rank 0 of 4 local -1 of -1 at :0 run ''", "MPICH Version: 4.0");
-    reads(slurm + "PMIX_RANK=0", "srun MPI rank 0 of 4 local -1 of -1 at :0 run ''", "Open MPI v4.1.4");
-    reads("PMIX_RANK=1", "mpirun MPI rank 0 of 0 local -1 of -1 at :0 run ''", "Open MPI v5.0");
+    reads(slurm + "PMI_SIZE=4", "srun MPI rank 0 of 4 local -1 at :0 run ''", "MPICH Version: 4.0");
+    reads(slurm + "PMIX_RANK=0", "srun MPI rank 0 of 4 local -1 at :0 run ''", "Open MPI v4.1.4");
+    reads("PMIX_RANK=1", "mpirun MPI rank 0 of 0 local -1 at :0 run ''", "Open MPI v5.0");
     refused(slurm, "srun --mpi=pmi2 ./train_nsa", "MPICH Version: 4.0");
     refused(slurm, "srun --mpi=pmix ./train_nsa", "Open MPI v4.1.4");
     reads(slurm + "SLURM_STEP_NUM_NODES=2;MASTER_ADDR=10.0.0.1;MASTER_PORT=5000",
-          "srun rank 0 of 4 local 0 of -1 at 10.0.0.1:5000 run '100.2'");
+          "srun rank 0 of 4 local 0 at 10.0.0.1:5000 run '100.2'");
     // In a Slurm job too, mpirun is mpirun.
     for (const char* by : {"PMI_SIZE=4;PMI_RANK=0;MPI_LOCALNRANKS=2", "OMPI_COMM_WORLD_SIZE=4;PMIX_RANK=0"})
-        reads(std::string("SLURM_STEP_ID=0;") + by, "mpirun MPI rank 0 of 4 local -1 of -1 at :0 run ''", "MPICH 4.0");
+        reads(std::string("SLURM_STEP_ID=0;") + by, "mpirun MPI rank 0 of 4 local -1 at :0 run ''", "MPICH 4.0");
     // The interactive step of salloc, the tasks of a whole job, and steps that are none.
     for (const char* mpi : {"", "MPICH"}) {
         for (const char* no_step : {"SLURM_STEP_ID", "SLURM_STEP_ID=4294967290", "SLURM_NTASKS=1", "SLURM_STEP_ID=abc",
@@ -265,22 +266,18 @@ TEST(ddp_launch_variables) {
 
     for (const char* bad : {"", "x", "-1", "1x", " 1", "1.5", "99999999999999999999"})
         refused(two + "RANK=" + bad, "RANK='" + std::string(bad) + "'");
-    const std::pair<std::string, const char*> bad[] = {
-        {"RANK=0", "WORLD_SIZE is not"},
-        {"WORLD_SIZE=2", "RANK is not"},
-        {two + "RANK=2", "RANK=2 and WORLD_SIZE=2"},
-        {two + "WORLD_SIZE=0", "WORLD_SIZE='0'"},
-        {two + "MASTER_PORT=65536", "MASTER_PORT='65536'"},
-        {two + "LOCAL_WORLD_SIZE=3", "LOCAL_WORLD_SIZE=3"},
-        {two + "RANK=1;LOCAL_WORLD_SIZE=1;LOCAL_RANK=1", "LOCAL_RANK=1"},
-        {two + "LOCAL_RANK=1", "LOCAL_RANK=1 and RANK=0"},
-        {two + "RANK=1;LOCAL_WORLD_SIZE=1;LOCAL_RANK=0", "MASTER_ADDR is not"},
-        {two + "RANK=1;LOCAL_RANK=0", "MASTER_ADDR is not"},
-        {slurm + "SLURM_PROCID", "SLURM_PROCID is not"},
-        {slurm + "SLURM_PROCID=4", "SLURM_PROCID=4"},
-        {slurm + "SLURM_LOCALID=9", "SLURM_LOCALID=9"},
-        {slurm + "SLURM_NTASKS=many", "SLURM_NTASKS='many'"},
-        {slurm + "SLURM_STEP_NUM_NODES=2", "scontrol show hostnames"}};
+    const std::pair<std::string, const char*> bad[] = {{"RANK=0", "WORLD_SIZE is not"},
+                                                       {"WORLD_SIZE=2", "RANK is not"},
+                                                       {two + "RANK=2", "RANK=2 and WORLD_SIZE=2"},
+                                                       {two + "WORLD_SIZE=0", "WORLD_SIZE='0'"},
+                                                       {two + "MASTER_PORT=65536", "MASTER_PORT='65536'"},
+                                                       {two + "LOCAL_RANK=1", "LOCAL_RANK=1 and RANK=0"},
+                                                       {two + "RANK=1;LOCAL_RANK=0", "MASTER_ADDR is not"},
+                                                       {slurm + "SLURM_PROCID", "SLURM_PROCID is not"},
+                                                       {slurm + "SLURM_PROCID=4", "SLURM_PROCID=4"},
+                                                       {slurm + "SLURM_LOCALID=9", "SLURM_LOCALID=9"},
+                                                       {slurm + "SLURM_NTASKS=many", "SLURM_NTASKS='many'"},
+                                                       {slurm + "SLURM_STEP_NUM_NODES=2", "scontrol show hostnames"}};
     for (const auto& [variables, words] : bad) refused(variables, words);
 }
 
