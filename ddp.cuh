@@ -6,6 +6,7 @@
 #pragma once
 #include <algorithm>
 #include <cstdint>
+#include <cstdlib>
 #include <memory>
 #include <string>
 #include <thread>
@@ -48,6 +49,12 @@ void await(ncclComm_t communicator, const std::string& what, Arrived arrived) {
     }
 }
 
+// Before the communicator is made. Switches of NVLink sum (NVLS) in another order each time; rings and trees keep to
+// one, so that a run has the same bits again. NCCL_ALGO or NCCL_NVLS_ENABLE=1 in the environment says otherwise.
+inline void sum_in_one_order() {
+    if (!std::getenv("NCCL_ALGO")) setenv("NCCL_NVLS_ENABLE", "0", 0);
+}
+
 // Small host data travel through a little device memory.
 class NcclTransport : public Transport {
     ncclComm_t nccl = nullptr;
@@ -64,6 +71,7 @@ class NcclTransport : public Transport {
         if (cudaGetDeviceCount(&gpus) != cudaSuccess || gpus == 0)
             refuse_launch("this process sees no GPU, and only ranks on GPUs can be started by " + launch.launcher +
                           " alone: on CPUs start them with mpirun");
+        sum_in_one_order();
         ncclUniqueId id = {};
         if (rank == 0) NCCL_CHECK(ncclGetUniqueId(&id));
         rendezvous::share_id(id.internal, launch, start_timeout);
@@ -124,9 +132,11 @@ struct Reducer {
     // --zero 1, after the update: every rank gets what the others have updated of the parameters.
     virtual void gather(typename Dev::real* params) = 0;
 
-    // The host asks for errors until a step's results are there, instead of waiting for them: NCCL's failures do not
-    // end a stream's work.
+    // The host asks for errors until a step's results are there, until the engine takes the next micro-batch, and until
+    // it has done all its work, instead of waiting for that: NCCL's failures do not end a stream's work.
     virtual void await_results(int64_t) {}
+    virtual void await_upload(int64_t) {}
+    virtual void await_all(int64_t) {}
     // At the end, when the engine has done all its work: adds the times of the last steps.
     virtual void read_clocks() {}
 };
@@ -341,7 +351,14 @@ class NcclReducer : public Reducer<Cuda> {
         NCCL_CHECK(ncclGroupEnd());
     }
 
+    template <class Arrived>
+    void await_engine(int64_t at_step, Arrived arrived) {
+        world.watchdog.note_phase(at_step, "waiting for the other ranks' GPUs");
+        await(communicator, format_text("step %d: gradients could not be summed over the ranks", at_step), arrived);
+    }
+
     static ncclComm_t make_communicator(const World& world) {
+        sum_in_one_order();
         ncclUniqueId id = {};
         if (world.rank == 0) NCCL_CHECK(ncclGetUniqueId(&id));
         const std::string of_rank_0 = world.gather(std::string(id.internal, sizeof id.internal))[0];
@@ -409,9 +426,14 @@ class NcclReducer : public Reducer<Cuda> {
         side.lead();
     }
     void await_results(int64_t at_step) override {
-        world.watchdog.note_phase(at_step, "waiting for the other ranks' GPUs");
-        await(communicator, format_text("step %d: gradients could not be summed over the ranks", at_step),
-              [this] { return dev.has_results(); });
+        await_engine(at_step, [this] { return dev.has_results(); });
+    }
+    void await_upload(int64_t at_step) override {
+        await_engine(at_step, [this] { return dev.has_uploaded(); });
+    }
+    void await_all(int64_t at_step) override {
+        side.follow();
+        await_engine(at_step, [this] { return side.has_followed(); });
     }
 };
 #endif

@@ -936,6 +936,7 @@ void accumulate_gradients(Model<Dev>& model, Activations<Dev>& a, DataLoader& lo
         const size_t at = size_t(i) * micro_tokens;
         a.collect_statistics = collect_statistics && last;
         progress.done = double(i);
+        if (reducer) reducer->await_upload(model.step);
         micro_step(model, a, inputs.data() + at, targets.data() + at, last, !(last && reducer));
         if (last && reducer) backward(model, a, [&](size_t offset) { reducer->ready(offset); });
     }
@@ -1056,18 +1057,18 @@ struct Run {
 
     // Gives the engine a step to do: the gradients, their norm, and the update.
     void launch_step() {
-        const TrainConfig& c = config;
         StepResult s;
         s.step = model.step = state.step + 1;
-        s.lr = learning_rate(c, s.step);
+        s.lr = learning_rate(config, s.step);
         const bool statistics = is_first() && s.step % steps_between_statistics == 0;
         accumulate_gradients(model, *activations, *data.train, world, statistics, reducer.get(), &s.tokens);
         gradient_norm(model, s.step, reducer.get());
         dev.send(model.results, model.RESULTS);
         apply_update(model, s.step, s.lr, reducer.get());
+        if (statistics && reducer) reducer->await_all(s.step);
         if (statistics) s.layers = summarise_layers(*activations);
         state.step = s.step;
-        s.all_tokens = state.tokens += uint64_t(c.total_batch);
+        s.all_tokens = state.tokens += uint64_t(config.total_batch);
         state.loader = loader_numbers(data.train->state());
         s.samples = data.train->state().next_sample;
         pending.push_back(std::move(s));

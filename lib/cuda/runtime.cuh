@@ -266,6 +266,11 @@ struct CudaRuntime {
         CUDA_CHECK(cudaEventRecord(buffer.passed, stream));
     }
     bool has_results() const { return has_passed(downloads[received % 2].passed); }
+    // The buffers for the tokens and targets of the next micro-step are free.
+    bool has_uploaded() const {
+        const cudaEvent_t targets = uploads[(uploaded + 1) % 4].passed;
+        return !targets || has_passed(targets);
+    }
     std::vector<double> receive() {
         PinnedBuffer& buffer = downloads[received++ % 2];
         CUDA_CHECK(cudaEventSynchronize(buffer.passed));
@@ -343,6 +348,7 @@ struct CudaRuntime {
             CUDA_CHECK(cudaEventRecord(computed, dev.stream));
             CUDA_CHECK(cudaStreamWaitEvent(stream, computed, 0));
         }
+        bool has_followed() const { return has_passed(computed); }
         // What is computed from now on waits for what it has been given so far.
         void lead() {
             CUDA_CHECK(cudaEventRecord(led, stream));

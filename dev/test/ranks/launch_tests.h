@@ -17,8 +17,7 @@ inline std::vector<Words> variables_of_ranks(int ranks) {
     std::vector<Words> all;
     for (int r = 0; r < ranks; r++) {
         const std::string rank = std::to_string(r);
-        all.push_back({"RANK=" + rank, "WORLD_SIZE=" + size, "LOCAL_RANK=" + rank, "LOCAL_WORLD_SIZE=" + size,
-                       "MASTER_ADDR=127.0.0.1", at});
+        all.push_back({"RANK=" + rank, "WORLD_SIZE=" + size, "LOCAL_RANK=" + rank, "MASTER_ADDR=127.0.0.1", at});
     }
     return all;
 }
@@ -175,19 +174,27 @@ EMULATED_TEST(emulated_gpus_started_by_variables_with_faults) {
     check_one_line(second(SMALL_ON_GPU + "--data=@/train_*.bin --total-batch=128 ", ""), 1, {"rank 1", "token 300"});
 }
 
-// kill -9 in the middle of training, and nobody ends the other: it gives up, and says who has not come as far.
-EMULATED_TEST_LONG(emulated_gpus_started_by_variables_that_die) {
+// kill -9 in the middle of training, and nobody ends the other: it gives up, and says who has not come as far. So does
+// the host of a GPU whose NCCL waits for a rank that stands still, also before the third of four micro-steps.
+EMULATED_TEST_LONG(emulated_gpus_that_die_or_stand_still) {
     using namespace launches;
     const std::vector<Words> variables = variables_of_ranks(2);
-    const Words words = started(SMALL_ON_GPU + "--steps=1000000 --eval-every=0 --stall-timeout=5");
+    const std::string command = SMALL_ON_GPU + "--total-batch=512 --steps=1000000 --eval-every=0 --stall-timeout=5";
     // A GPU's host does not wait inside of a collective that it launches, and so must the emulated one's.
     const Words env = {"/usr/bin/env", "EMULATED_LATE=1"};
     const TempFolder other;
-    Running first(joined(joined(env, variables[0]), words), folder),
-        second(joined(joined(env, variables[1]), words), other);
+    Running first(joined(joined(env, variables[0]), started(command)), folder),
+        second(joined(joined(env, variables[1]), started(command)), other);
     REQUIRE(first.reaches("step 0002 | loss", 50));
     kill(second.launcher, SIGKILL);
     second.end(5);
     const Result r = first.end(40);
     CHECK_REFUSED(r, 1, "rank 0 on " + host_name() + ", GPU 0 has waited 15.", "rank 1 has not come as far");
+    std::filesystem::remove_all(out);
+    Running both(joined(env, started(command, 2)), folder);
+    REQUIRE(both.reaches("step 0002 | loss", 50));
+    const pid_t victim = both.process_of(out + "/heartbeat_rank1.jsonl");
+    kill(victim, SIGSTOP);
+    CHECK(holds(both.end(40).err, "GPU 0 has waited 15.", "rank 1 has not come as far"));
+    kill(victim, SIGKILL);
 }
