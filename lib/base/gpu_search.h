@@ -40,13 +40,15 @@ struct EngineInfo {
 // What a search for devices met. CUDA's versions are its own numbers, such as 12040 for 12.4; 0: there is none.
 struct GpuSearch {
     EngineInfo engine;
-    int count = 0;                // of the devices that this process sees
-    bool by_auto = true;          // --device auto takes them: they are faster than the processor
-    std::string why;              // in the engine's own words: why there are none, or why auto takes none
-    bool nvidia_module = false;   // NVIDIA's driver is in the kernel, so there is a GPU
-    int toolkit = 0, driver = 0;  // the CUDA that this build was made with, and the latest that the driver knows
-    bool driver_too_old = false;  // as CUDA says
-    std::string error;            // CUDA's own text
+    int count = 0;                    // of the devices that this process sees
+    int current = 0;                  // which is in use already: by NCCL, where it brought the ranks together
+    std::vector<std::string> places;  // which tell them apart, such as PCI addresses; none where they are unknown
+    bool by_auto = true;              // --device auto takes them: they are faster than the processor
+    std::string why;                  // in the engine's own words: why there are none, or why auto takes none
+    bool nvidia_module = false;       // NVIDIA's driver is in the kernel, so there is a GPU
+    int toolkit = 0, driver = 0;      // the CUDA that this build was made with, and the latest that the driver knows
+    bool driver_too_old = false;      // as CUDA says
+    std::string error;                // CUDA's own text
 };
 
 // A container may hide /proc/driver. That there is a device file says nothing: CUDA makes one where no driver is.

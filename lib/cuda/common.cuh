@@ -83,6 +83,13 @@ inline void cuda_check(cudaError_t e, const char* call, const char* file, int li
 }
 #define CUDA_CHECK(call) cuda_check((call), #call, __FILE__, __LINE__)
 
+// Tells a GPU from the others of the machine.
+inline std::string bus_of(int gpu) {
+    char text[32] = "";
+    CUDA_CHECK(cudaDeviceGetPCIBusId(text, sizeof text, gpu));
+    return text;
+}
+
 #ifndef NO_CUBLAS
 inline void cublas_check(cublasStatus_t s, const char* call, const char* file, int line) {
     if (s != CUBLAS_STATUS_SUCCESS)

@@ -30,6 +30,8 @@ inline GpuSearch search_for_cuda(bool fp32) {
     search.nvidia_module = has_nvidia_module();
     const cudaError_t error = cudaGetDeviceCount(&search.count);
     if (error != cudaSuccess) search.count = 0;
+    for (int i = 0; i < search.count; i++) search.places.push_back(bus_of(i));
+    if (search.count) CUDA_CHECK(cudaGetDevice(&search.current));
     search.driver_too_old = error == cudaErrorInsufficientDriver;
     search.error = cudaGetErrorString(error);
 #ifdef __CUDACC__

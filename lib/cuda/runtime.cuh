@@ -280,12 +280,7 @@ struct CudaRuntime {
 
     std::string name() const { return properties.name; }
     int capability() const { return properties.major * 10 + properties.minor; }
-    // Tells this GPU from the others of the machine.
-    std::string bus() const {
-        char text[32] = "";
-        CUDA_CHECK(cudaDeviceGetPCIBusId(text, sizeof text, device));
-        return text;
-    }
+    std::string bus() const { return bus_of(device); }
     // FLOP/s of the tensor cores at best, dense bf16 with fp32 sums; 0: unknown GPU. From NVIDIA's data sheets, but for
     // Blackwell, whose figures are derived as its lines say. The first entry that a GPU's name contains is its.
     double bf16_peak_flops() const { return bf16_peak_flops(properties.name); }

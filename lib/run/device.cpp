@@ -164,7 +164,12 @@ static std::string idle_processors(const World& world) {
 
 Device choose_device(const MachineConfig& c, const World& world, const GpuSearch& gpus) {
     Device d = find_device(c, count_threads(world), gpus, world.rank == 0);
-    if (d.gpu) d.gpu_number = world.local_rank % gpus.count;
+    // Ranks that see the same GPUs take them in turn.
+    std::string seen = world.machine;
+    for (const std::string& place : gpus.places) seen += " " + place;
+    const std::vector<std::string> all = world.gather(seen);
+    if (d.gpu) d.gpu_number = int(std::count(all.begin(), all.begin() + world.rank, seen)) % gpus.count;
+    if (d.gpu && world.communicator) d.gpu_number = gpus.current;
     d.idle = idle_processors(world);
     require_same_kind_of_device(d, world);
     return d;
