@@ -35,7 +35,6 @@ extern "C" cudaError_t cudaProfilerStop(void);
 #endif
 // What messages name; HIP's are in hip_common.h.
 #define GPU_MONITOR "nvidia-smi"
-#define GPU_CHOICE "CUDA_VISIBLE_DEVICES"
 #define ONE_LAUNCH_AT_A_TIME "CUDA_LAUNCH_BLOCKING=1"
 #define MEMORY_CHECKER "under compute-sanitizer"
 inline std::string setting_for(const cudaDeviceProp& properties) {
@@ -61,12 +60,6 @@ inline const char* cuda_hint(cudaError_t e) {
         case cudaErrorMemoryAllocation:
             return "take a smaller micro-batch or a shorter sequence; " GPU_MONITOR
                    " shows who else uses the GPU's memory";
-        case cudaErrorInsufficientDriver:
-        case cudaErrorNoDevice: return GPU_MONITOR " shows whether there is a GPU and which driver";
-        case cudaErrorInvalidDevice:
-            return "there are fewer GPUs than ranks on this machine, or " GPU_CHOICE " hides some";
-        case cudaErrorNoKernelImageForDevice:
-            return "the program was built for another GPU; build it again on this machine";
         case cudaErrorLaunchOutOfResources:
             return "the kernel needs more registers or shared memory than this GPU has; please report the GPU's name";
         case cudaErrorIllegalAddress:

@@ -21,8 +21,7 @@ using cudaMemcpyKind = hipMemcpyKind;
 
 constexpr auto cudaSuccess = hipSuccess, cudaErrorNotReady = hipErrorNotReady,
                cudaErrorMemoryAllocation = hipErrorOutOfMemory,
-               cudaErrorInsufficientDriver = hipErrorInsufficientDriver, cudaErrorNoDevice = hipErrorNoDevice,
-               cudaErrorInvalidDevice = hipErrorInvalidDevice, cudaErrorNoKernelImageForDevice = hipErrorNoBinaryForGpu,
+               cudaErrorInsufficientDriver = hipErrorInsufficientDriver,
                cudaErrorLaunchOutOfResources = hipErrorLaunchOutOfResources,
                cudaErrorIllegalAddress = hipErrorIllegalAddress, cudaErrorLaunchFailure = hipErrorLaunchFailure,
                cudaErrorMisalignedAddress = hipErrorUnknown;  // which HIP does not tell apart
@@ -84,7 +83,6 @@ inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, u
     return hipStreamWaitEvent(stream, event, flags);
 }
 #define GPU_MONITOR "rocm-smi"
-#define GPU_CHOICE "HIP_VISIBLE_DEVICES"
 #define ONE_LAUNCH_AT_A_TIME "AMD_SERIALIZE_KERNEL=3"
 #define MEMORY_CHECKER "with AMD_SERIALIZE_KERNEL=3"
 inline std::string setting_for(const cudaDeviceProp& properties) {

@@ -261,15 +261,13 @@ TEST(emulator_host_api) {
     CUDA_CHECK(cudaGetDeviceCount(&devices));
     CHECK(devices >= 1);
     CUDA_CHECK(cudaSetDevice(0));
-    CHECK_FAILS(1, "HINT: there are fewer GPUs than ranks", CUDA_CHECK(cudaSetDevice(devices)));
     CHECK_FAILS(1, "emulator_tests.h:", CUDA_CHECK(cudaSetDevice(devices)));
     CHECK(cudaGetLastError() != cudaSuccess);
     CHECK(cudaGetLastError() == cudaSuccess);
 
     cudaDeviceProp properties;
     CUDA_CHECK(cudaGetDeviceProperties(&properties, 0));
-    CHECK(properties.major >= 8 && properties.multiProcessorCount > 0 && properties.warpSize == 32 &&
-          properties.sharedMemPerBlockOptin > 48 * 1024);
+    CHECK(properties.major >= 8 && properties.multiProcessorCount > 0 && properties.sharedMemPerBlockOptin > 48 * 1024);
     size_t free_before, free_after, total;
     CUDA_CHECK(cudaMemGetInfo(&free_before, &total));
     CHECK(total == properties.totalGlobalMem && free_before <= total);
