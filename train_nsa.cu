@@ -1276,6 +1276,8 @@ static int run_train(Config& c, World& world) {
     world.finish();
     const bool writes = (verb & (TRAIN | TOKENIZE | VOCABULARY | EXPORT | IMPORT)) || !(c.html + c.json).empty();
     if (!output_is_whole()) complain_of_lost_output(status, writes && !only_prints);
+    // All ranks at once: srun kills those that CUDA still keeps busy when the first has ended with a status.
+    if (status && world.size > 1) world.abort(status);
     return status;
 }
 
