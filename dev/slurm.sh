@@ -24,10 +24,10 @@ if [ $# -eq 0 ]; then
         --val-data 'data/fineweb_edu_val_*.bin' --out runs/fineweb_edu --save-every 500 --keep 3)
 fi
 MASTER_ADDR=$(scontrol show hostnames | sed -n 1p)
-export MASTER_ADDR
+export MASTER_ADDR SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"  # which srun does not take from sbatch itself
 # What this program's MPI needs of srun: pmi2 for MPICH, pmix for Open MPI.
 pmi=$(./train_nsa --version | sed -n 's/.*srun --mpi=//p')
-srun --mpi="${pmi:-none}" --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --kill-on-bad-exit=1 ./train_nsa "${options[@]}" --resume &
+srun --mpi="${pmi:-none}" --kill-on-bad-exit=1 ./train_nsa "${options[@]}" --resume &
 # `scancel --signal=USR1 --batch` reaches this shell alone, and --full the shell and the ranks: it passes the wish on,
 # and lives. An error of one rank is 137 here where srun had to kill the others.
 step=$!

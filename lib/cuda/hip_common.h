@@ -113,7 +113,7 @@ inline cudaError_t cudaFuncSetAttribute(void (*kernel)(Args...), hipFuncAttribut
 // ---------------------------------------------------------------------------------------------------------------------
 // Warps, which are waves of 32. HIP's functions take no mask: all lanes that have not left take part, in lockstep.
 
-#if defined(__HIP_DEVICE_COMPILE__) && __AMDGCN_WAVEFRONT_SIZE != 32
+#if defined(__HIP_DEVICE_COMPILE__) && (defined(__GFX8__) || defined(__GFX9__))
 #error "the kernels need waves of 32 lanes: --offload-arch=gfx1030 or another RDNA GPU"
 #endif
 
