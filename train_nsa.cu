@@ -785,6 +785,9 @@ std::vector<EvalSums> evaluate_choices(
     ModelConfig c = model.config;
     c.seq_len = int64_t(task.longest());
     c.batch = std::max<int64_t>(1, c.batch * model.config.seq_len / c.seq_len);
+    const double available = world.lowest(model.dev.available_bytes(world.device_sharers));  // beside a run's own
+    while (c.batch > 1 && Activations<Dev>::bytes_needed(model.dev, c, c.batch, c.seq_len, INFERENCE) > available)
+        c.batch /= 2;
     DataLoader loader({choice_source(task, c.seq_len)}, loader_options(c, world, "--hellaswag", false));
     Activations<Dev> a(model.dev, c, c.batch, c.seq_len, INFERENCE);
     return evaluate(model, a, loader, int64_t(task.rows.size()), world, nullptr, asked_to_stop);
@@ -1081,11 +1084,8 @@ struct Run {
         if (reducer) reducer->await_results(model.step);
         const std::vector<double> results = dev.receive();
         s.own_loss = results[0];
-        double sums[COUNT];
-        sums[LOSS] = s.own_loss;
-        sums[TERMINATE] = asked_to_terminate();
-        sums[INTERRUPT] = asked_to_interrupt();
-        sums[HALT] = is_first() && file_exists(config.out + "/halt");
+        const bool halt = is_first() && file_exists(config.out + "/halt");
+        double sums[COUNT] = {s.own_loss, double(asked_to_terminate()), double(asked_to_interrupt()), double(halt)};
         model.note_phase("waiting for the other ranks");
         world.sum(sums, COUNT);
         model.note_phase("report");

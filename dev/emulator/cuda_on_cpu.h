@@ -501,7 +501,7 @@ struct cudaDeviceProp {
                                         ? 99 << 10
                                     : EMULATED_CAPABILITY == 80 ? 163 << 10
                                                                 : emu::MAX_SHARED;
-    int major = EMULATED_CAPABILITY / 10, minor = EMULATED_CAPABILITY % 10, multiProcessorCount = 4, warpSize = 32;
+    int major = EMULATED_CAPABILITY / 10, minor = EMULATED_CAPABILITY % 10, multiProcessorCount = 4, integrated = 0;
 };
 
 struct cudaFuncAttributes {

@@ -11,6 +11,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "../base/system.h"
 #include "common.cuh"
 #include "gemm.cuh"
 
@@ -114,12 +115,6 @@ class StreamClock {
         exposed = std::max(0.0f, rest) * 1e-3;
         return true;
     }
-};
-
-// Lets a caller pass nullptr.
-template <class T>
-struct NotDeduced {
-    using type = T;
 };
 
 // Products of matrices of one shape.
@@ -416,10 +411,10 @@ struct CudaRuntime {
                 "--dim, --head-dim, --mlp-hidden and --phi-hidden have to be multiples of %d; or use --device cpu",
                 bytes % 16, int(16 / element));
     }
-    // C[M,N] = op(A)[M,K] op(B)[K,N] (+ beta addend[M,N], where given, which may be C), row-major as everywhere.
+    // C[M,N] = op(A)[M,K] op(B)[K,N] (+ beta addend[M,N], which may be C, or nullptr), row-major as everywhere.
     template <class In, class Out>
     void gemm(bool transpose_a, bool transpose_b, int M, int N, int K, const In* A, size_t lda, const In* B, size_t ldb,
-              const typename NotDeduced<Out>::type* addend, Out* C, size_t ldc, Batch batch = {1, 0, 0, 0}) {
+              const std::common_type_t<Out>* addend, Out* C, size_t ldc, Batch batch = {1, 0, 0, 0}) {
         const size_t row_bytes[] = {lda * sizeof(In),     ldb * sizeof(In),     ldc * sizeof(Out),
                                     batch.a * sizeof(In), batch.b * sizeof(In), batch.c * sizeof(Out)};
         const void* const pointers[] = {A, B, C, addend};
@@ -451,18 +446,18 @@ struct CudaRuntime {
     }
     // C = A B^T, A B, A^T B (+ addend).
     template <class In, class Out>
-    void gemm_nt(GemmSize s, const In* A, size_t lda, const In* B, size_t ldb,
-                 const typename NotDeduced<Out>::type* addend, Out* C, size_t ldc, Batch batch = {1, 0, 0, 0}) {
+    void gemm_nt(GemmSize s, const In* A, size_t lda, const In* B, size_t ldb, const std::common_type_t<Out>* addend,
+                 Out* C, size_t ldc, Batch batch = {1, 0, 0, 0}) {
         gemm(false, true, s.M, s.N, s.K, A, lda, B, ldb, addend, C, ldc, batch);
     }
     template <class In, class Out>
-    void gemm_nn(GemmSize s, const In* A, size_t lda, const In* B, size_t ldb,
-                 const typename NotDeduced<Out>::type* addend, Out* C, size_t ldc, Batch batch = {1, 0, 0, 0}) {
+    void gemm_nn(GemmSize s, const In* A, size_t lda, const In* B, size_t ldb, const std::common_type_t<Out>* addend,
+                 Out* C, size_t ldc, Batch batch = {1, 0, 0, 0}) {
         gemm(false, false, s.M, s.N, s.K, A, lda, B, ldb, addend, C, ldc, batch);
     }
     template <class In, class Out>
-    void gemm_tn(GemmSize s, const In* A, size_t lda, const In* B, size_t ldb,
-                 const typename NotDeduced<Out>::type* addend, Out* C, size_t ldc, Batch batch = {1, 0, 0, 0}) {
+    void gemm_tn(GemmSize s, const In* A, size_t lda, const In* B, size_t ldb, const std::common_type_t<Out>* addend,
+                 Out* C, size_t ldc, Batch batch = {1, 0, 0, 0}) {
         gemm(true, false, s.M, s.N, s.K, A, lda, B, ldb, addend, C, ldc, batch);
     }
 
@@ -505,10 +500,12 @@ struct CudaRuntime {
     Scratch scratches[SCRATCH_PIECES];
     [[maybe_unused]] uint64_t workspace_bytes;  // of cuBLASLt
 
-    static double free_bytes() {
+    // A GPU that has no memory of its own takes the host's, and CUDA does not count what files were read into as free.
+    double free_bytes() const {
         size_t free = 0, total = 0;
         CUDA_CHECK(cudaMemGetInfo(&free, &total));
-        return double(free);
+        const double of_host = properties.integrated ? std::min(system_bytes_available(), double(total)) : 0;
+        return std::max(double(free), of_host);
     }
     void open_device(bool bf16) {
         CUDA_CHECK(cudaSetDevice(device));

@@ -15,7 +15,9 @@ template <class Dev>
 bool require_memory(Dev& dev, ModelConfig& c, const World& world, bool batch_is_given) {
     const double mib = 1 << 20;
     const double fixed = Model<Dev>::flat_bytes(c, world.size) / mib;
-    const double available = world.lowest(dev.available_bytes(world.device_sharers) / mib);
+    // NCCL takes from 0.5 to 1.6 GiB of a GPU, as its users report
+    const double for_nccl = Dev::on_host || world.size == 1 || world.device_sharers > 1 ? 0 : 1640;
+    const double available = world.lowest(dev.available_bytes(world.device_sharers) / mib - for_nccl);
     return fit_batch(c, world, batch_is_given, fixed, available, [&](int64_t batch, int64_t recompute) {
         ModelConfig other = c;
         other.recompute = recompute;
