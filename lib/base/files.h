@@ -57,6 +57,12 @@ class FileReader {
     FileReader& operator=(const FileReader&) = delete;
     ~FileReader() { ::close(fd); }
 
+    // Of the open file. That of its path may be another's: a program in QEMU finds QEMU at /proc/self/exe.
+    uint64_t size() const {
+        struct stat s;
+        if (fstat(fd, &s) != 0) fail("cannot read the size of %s: %s", path, std::strerror(errno));
+        return uint64_t(s.st_size);
+    }
     // All these bytes, which the file had when its size was looked at, or an error.
     void read(void* to, size_t bytes, uint64_t offset) const {
         for (char* p = static_cast<char*>(to); bytes > 0;) {
@@ -233,8 +239,9 @@ struct FileRecord {
 
 // A file as it is now.
 inline FileRecord read_record(const std::string& path) {
-    FileRecord record{name_of(path), file_size(path, true)};
+    file_size(path, true);  // opening a pipe would wait
     const FileReader file(path);
+    FileRecord record{name_of(path), file.size()};
     std::vector<char> piece(1 << 20);
     for (uint64_t at = 0; at < record.size; at += piece.size()) {
         const size_t count = size_t(std::min<uint64_t>(piece.size(), record.size - at));
