@@ -822,10 +822,10 @@ inline void run_grid(const char* name, dim3 grid, dim3 block, size_t dynamic_byt
     machine.kernel = nullptr;
 }
 
-// A kernel's name, from the __PRETTY_FUNCTION__ of launch<>: "... [with auto kernel = add<64>; Args = ...]"
+// From __PRETTY_FUNCTION__ of launch<>: "... kernel = add<64>; Args = ...", by clang "... kernel = &add<64>, Args ..."
 inline std::string kernel_name(const std::string& pretty) {
-    const size_t start = pretty.find("kernel = ") + 9;
-    return pretty.substr(start, pretty.find("; Args = ") - start);
+    const size_t start = pretty.find_first_not_of('&', pretty.find("kernel = ") + 9);
+    return pretty.substr(start, pretty.find("Args = ") - 2 - start);
 }
 template <class T>
 inline void check_argument(const char* kernel, int position, const T& argument) {

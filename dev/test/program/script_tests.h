@@ -65,7 +65,7 @@ PROGRAM_TEST(script_version_is_not_of_a_repository_around) {
     const auto version = [&](const std::string& before) {
         const Result r = execute({"/bin/bash", "-c",
                                   "cd " + folder.path + " && " + before +
-                                      "cd inner && make -s info NO_CUDA=1 NO_MPI=1 >/dev/null && cat build/version"});
+                                      "cd inner && make -s info BUILD=b NO_CUDA=1 >/dev/null && cat b/version"});
         CHECK_EQUAL(r.status, 0);
         return r.out;
     };
@@ -120,7 +120,7 @@ PROGRAM_TEST(script_config_reads_what_wrappers_of_mpi_show) {
 PROGRAM_TEST(run_make_finds_what_came_later) {
     make_folders(file("bin"));
     const auto finds_nvcc = [&] {
-        const std::string make = "MAKEFLAGS= PATH=$0/bin:$PATH make BUILD=$0/build NVCC=later_nvcc NO_MPI=1";
+        const std::string make = "MAKEFLAGS= PATH=$0/bin:$PATH make BUILD=$0/build NVCC=later_nvcc NO_CUDA= NO_MPI=1";
         REQUIRE_GOOD(execute({"/bin/bash", "-c", make + " $0/build/config.mk", folder.path}));
         return holds(read_file(file("build/config.mk")), "HAVE_CUDA := " + file("bin/later_nvcc"));
     };
