@@ -28,6 +28,7 @@ with needs("transformers, torch, safetensors and numpy"):
     import torch
     from safetensors.numpy import load_file
     from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as SHIFTED
     from transformers.utils import logging
 
 LOGIT_LIMIT = 1e-4
@@ -48,8 +49,7 @@ MODELS = {
     " --slc-block 20 --slc-count 4 --window 37 --phi-hidden 8 --mlp-hidden 64 --rope-base 500 --init random --steps 1"
     " --seq-len 64",
     "nsa, two branches": PAPER + " --branches cmp,win --init random --steps 1 --seq-len 64 --lr 1e-4",
-    "nsa, options": PAPER + " --qk-norm --smear --head untied --init random"
-    " --steps 1 --seq-len 64 --lr 1e-4",
+    "nsa, options": PAPER + " --qk-norm --smear --head untied --init random --steps 1 --seq-len 64 --lr 1e-4",
     "full": "--attention full --layers 2 --dim 48 --heads 6 --kv-groups 2 --head-dim 16 --mlp-hidden 96"
     + TRAINED + "800",
     "windows and full in turn": "--attention window,full --window 37 --layers 3 --dim 48 --heads 6 --kv-groups 2"
@@ -230,9 +230,8 @@ def check_padding(model, tokenizer):
             report(worst < LOGIT_LIMIT, f"padding on the {side} changes no logit of a text: {worst:.1e}")
             report(all(torch.equal(x, y[0]) for x, (_, y) in zip(made, alone)),
                    f"padding on the {side}: 40 greedy tokens of three prompts are those of each alone")
-        ids, mask = torch.arange(6)[None], torch.tensor([[1, 1, 0, 1, 1, 1]])
-        shown = ids[mask.bool()][None]
-        worst = (model(ids, attention_mask=mask).logits[mask.bool()] - model(shown).logits[0]).abs().max()
+        ids, mask = torch.arange(6)[None], torch.tensor([[True, True, False, True, True, True]])
+        worst = (model(ids, attention_mask=mask).logits[mask] - model(ids[mask][None]).logits[0]).abs().max()
         report(worst < LOGIT_LIMIT, f"a gap is as if it were not there: {worst:.1e}")
     tokenizer.padding_side = "left"
 
@@ -241,6 +240,7 @@ def check_refusals(model):
     ids = torch.arange(3)[None]
     unasked = {"return_dict": None, "output_attentions": None, "output_hidden_states": None}  # as PEFT passes them
     report("logits" in model(ids, **unasked), "None for what nobody asked for is taken")
+    report(type(model).__name__ in SHIFTED.values(), "Trainer's label smoothing compares with the next token")
     for text, given in (("inputs_embeds", {"inputs_embeds": torch.zeros(1, 3, model.config.dim)}),
                         ("position_ids", {"input_ids": ids, "position_ids": ids}),
                         ("empty prompt", {"input_ids": ids[:, :0]}),

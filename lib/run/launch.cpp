@@ -83,16 +83,14 @@ static bool read_slurm_variables(Launch& launch) {
 static void refuse_contradictions(const Launch& launch) {
     const bool slurm = launch.launcher == "srun";
     const char* const rank = slurm ? "SLURM_PROCID" : "RANK";
-    const char* const size = slurm ? "SLURM_NTASKS" : "WORLD_SIZE";
-    const char* const local_rank = slurm ? "SLURM_LOCALID" : "LOCAL_RANK";
-    const auto require = [](bool holds, const char* one, int value, const char* other, int limit) {
-        if (holds) return;
+    const auto refuse = [](const char* one, int value, const char* other, int limit) {
         fail_usage(
             "%s=%d and %s=%d in the environment contradict each other: ranks are numbered from 0, local ones too", one,
             value, other, limit);
     };
-    require(launch.rank < launch.size, rank, launch.rank, size, launch.size);
-    require(launch.local_rank <= launch.rank, local_rank, launch.local_rank, rank, launch.rank);
+    if (launch.rank >= launch.size) refuse(rank, launch.rank, slurm ? "SLURM_NTASKS" : "WORLD_SIZE", launch.size);
+    if (launch.local_rank > launch.rank)
+        refuse(slurm ? "SLURM_LOCALID" : "LOCAL_RANK", launch.local_rank, rank, launch.rank);
 }
 
 // Without MPI: the host of rank 0. This one where all ranks are here; otherwise somebody has to say it.

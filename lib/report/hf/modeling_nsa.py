@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from .configuration_nsa import NsaConfig
 
@@ -28,6 +29,8 @@ TENSORS = (
     "mlp_norm.weight", "mlp.fc1.weight", "mlp.fc2.weight",
 )
 SMALLEST_WEIGHT = math.exp(-87)  # the trainer takes smaller ones, where fp32 loses precision, as 0: so blocks tie alike
+# By this name Trainer's label smoothing knows that a label stands at the position before it
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault("nsa", "NsaForCausalLM")
 # What transformers calls the cache: the former since 5.24, where a model that knows the latter alone gets none
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 
