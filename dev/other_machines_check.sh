@@ -21,7 +21,7 @@ aarch64() {
         skipped "no aarch64-linux-gnu-g++ and qemu-aarch64, so nothing was tried for aarch64"
         return
     fi
-    local there=(qemu-aarch64 -L /usr/aarch64-linux-gnu "$build/aarch64/train_nsa")
+    local there=(env QEMU_LD_PREFIX=/usr/aarch64-linux-gnu qemu-aarch64 "$build/aarch64/train_nsa")
     local small=(--model tiny --seq-len 128 --total-batch 256 --batch 1 --threads 1 --sample-tokens 0 --eval-batches 1
         --steps 6)
     good "aarch64: builds" build "$build/aarch64" CXX=aarch64-linux-gnu-g++ MARCH= || return
