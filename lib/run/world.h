@@ -44,9 +44,9 @@ using ConnectByNccl = std::unique_ptr<Transport> (*)(const Launch& launch, doubl
 // All ranks of the run. Every rank calls the same collectives in the same order, from its main thread.
 
 struct World {
-    int rank = 0, size = 1;              // among all processes
-    int local_rank = 0, local_size = 1;  // among the processes of this machine
-    int device_sharers = 1;              // ranks on this machine's CPU, or on this rank's GPU, that share its memory
+    int rank = 0, size = 1;  // among all processes
+    int local_size = 1;      // processes on this machine
+    int device_sharers = 1;  // ranks on this machine's CPU, or on this rank's GPU, that share its memory
     std::string host = host_name(), machine = machine_word();
     std::string launcher;            // "one process", "mpirun", "srun", "RANK/WORLD_SIZE"
     std::vector<std::string> hosts;  // of every rank
@@ -93,7 +93,6 @@ struct World {
         hosts = gather(host);
         const std::vector<std::string> machines = gather(machine);
         local_size = int(std::count(machines.begin(), machines.end(), machine));
-        local_rank = int(std::count(machines.begin(), machines.begin() + rank, machine));
         watchdog.call_it(name());
     }
 
