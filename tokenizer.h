@@ -9,6 +9,7 @@
 #include <memory>
 #include <algorithm>
 #include <functional>
+#include <sstream>
 
 #include "lib/data/unicode_classes.h"
 #include "lib/data/vocabulary.h"
@@ -22,17 +23,33 @@
 
 enum CharClass : uint8_t { OTHER, LETTER, NUMBER, SPACE };
 
+struct UnicodeRange {
+    uint32_t first, last;  // both belong to it
+};
+// The runs of code points that a text of unicode_classes.h lists.
+inline std::vector<UnicodeRange> unicode_ranges(const char* text) {
+    std::vector<UnicodeRange> ranges;
+    std::istringstream words(text);
+    for (std::string word; words >> word;) {
+        const auto code_at = [&](size_t at) { return uint32_t(std::stoul(word.substr(at), nullptr, 16)); };
+        ranges.push_back({code_at(0), code_at(word.find('-') + 1)});  // 0 again where there is no dash
+    }
+    return ranges;
+}
+
 // The class of every code point up to the last letter or number: 200 KB, built from the ranges on first use.
 inline const std::vector<uint8_t>& char_classes() {
     static const std::vector<uint8_t> classes = [] {
         std::vector<uint8_t> table;
-        const auto mark = [&](const UnicodeRange& range, CharClass c) {
-            if (table.size() <= range.last) table.resize(range.last + 1, OTHER);
-            std::fill(table.begin() + range.first, table.begin() + range.last + 1, c);
+        const auto mark = [&](const char* text, CharClass c) {
+            for (const auto& [first, last] : unicode_ranges(text)) {
+                if (table.size() <= last) table.resize(last + 1, OTHER);
+                std::fill(table.begin() + first, table.begin() + last + 1, c);
+            }
         };
-        for (const UnicodeRange& range : unicode_letters) mark(range, LETTER);
-        for (const UnicodeRange& range : unicode_numbers) mark(range, NUMBER);
-        for (const UnicodeRange& range : unicode_white_space) mark(range, SPACE);
+        mark(unicode_letters, LETTER);
+        mark(unicode_numbers, NUMBER);
+        mark(unicode_white_space, SPACE);
         return table;
     }();
     return classes;

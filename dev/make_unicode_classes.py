@@ -30,30 +30,24 @@ def is_white_space(code):
 
 
 def table(name, member):
-    """The maximal runs [first, last] of code points that `member` accepts."""
+    """The maximal runs FIRST-LAST of code points that `member` accepts."""
     found = []
     for code in filter(member, range(0x110000)):
         if found and found[-1][1] == code - 1:
             found[-1][1] = code
         else:
             found.append([code, code])
-    print(f"\ninline constexpr UnicodeRange {name}[] = {{")
-    items = " ".join(f"{{0x{first:X},~0x{last:X}}}," for first, last in found)
-    for line in textwrap.wrap(items, 116):
-        print("    " + line.replace("~", " "))
-    print("};")
+    items = " ".join(f"{first:X}-{last:X}" if first < last else f"{first:X}" for first, last in found)
+    lines = [f'    "{line} "' for line in textwrap.wrap(items, 113, break_on_hyphens=False)]
+    print(f"\ninline constexpr char {name}[] =\n" + "\n".join(lines) + ";")
 
 
 print(f"""\
 // unicode_classes.h: the letters (general category L), numbers (N) and white space (property White_Space) of Unicode
-// {unicodedata.unidata_version}, for the pre-tokeniser in tokenizer.h. Written by dev/make_unicode_classes.py; \
-do not edit.
+// {unicodedata.unidata_version}, for the pre-tokeniser in tokenizer.h: runs of code points, FIRST-LAST or one alone, \
+in hexadecimal digits.
+// Written by dev/make_unicode_classes.py; do not edit.
 #pragma once
-#include <cstdint>
-
-struct UnicodeRange {{
-    uint32_t first, last;  // both belong to the range; ranges are sorted and do not touch
-}};
 
 // clang-format off""")
 table("unicode_letters", lambda code: category(code).startswith("L"))
