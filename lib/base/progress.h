@@ -3,8 +3,7 @@
 #pragma once
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
-#include <mutex>
+#include <future>
 #include <system_error>
 #include <thread>
 
@@ -30,7 +29,7 @@ class Progress {
         : text(printable(what)), total(total), begin(seconds_now()) {
         if (!visible || !isatty(STDERR_FILENO)) return;
         try {
-            thread = std::thread([this] { show(); });
+            thread = std::thread([this, end = ended.get_future()] { show(end); });
         } catch (const std::system_error&) {  // no thread, no progress
         }
     }
@@ -38,11 +37,7 @@ class Progress {
     Progress& operator=(const Progress&) = delete;
     ~Progress() {
         if (!thread.joinable()) return;
-        {
-            std::lock_guard<std::mutex> lock(mutex);
-            ended = true;
-        }
-        wake.notify_one();
+        ended.set_value();
         thread.join();
     }
 
@@ -51,14 +46,11 @@ class Progress {
   private:
     const std::string text;
     const double total, begin;
+    std::promise<void> ended;
     std::thread thread;
-    std::mutex mutex;  // guards `ended`
-    std::condition_variable wake;
-    bool ended = false;
 
-    void show() {
-        std::unique_lock<std::mutex> lock(mutex);
-        if (wake.wait_for(lock, std::chrono::seconds(1), [&] { return ended; })) return;
+    void show(const std::future<void>& end) const {
+        if (end.wait_for(std::chrono::seconds(1)) == std::future_status::ready) return;
         do {
             const double share = total > 0 ? std::min(1.0, done / total) : 0;
             std::string line = text + ": ";
@@ -67,7 +59,7 @@ class Progress {
             if (share > 0) line += ", " + duration_text(seconds() * (1 / share - 1)) + " left";
             // a terminal that takes nothing (Ctrl-S) must not keep the work waiting for this thread
             if (takes_output(STDERR_FILENO)) std::fprintf(stderr, "\r%s\033[K\r", line.c_str());
-        } while (!wake.wait_for(lock, std::chrono::milliseconds(200), [&] { return ended; }));
+        } while (end.wait_for(std::chrono::milliseconds(200)) != std::future_status::ready);
         if (takes_output(STDERR_FILENO)) std::fputs("\033[K", stderr);
     }
 };

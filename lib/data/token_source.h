@@ -3,12 +3,12 @@
 #pragma once
 #include <algorithm>
 #include <atomic>
+#include <chrono>
+#include <future>
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "../base/clock.h"
-#include "../base/background.h"
 #include "multiple_choice.h"
 #include "shards.h"
 #include "synthetic.h"
@@ -149,30 +149,31 @@ class ShardScan {
             shards.push_back(sources[i]);
             tokens += sources[i].count;
         }
-        job.start([this, vocabulary] {
-            std::vector<uint16_t> piece(1 << 20);
-            for (const TokenSource& shard : shards)
-                for (uint64_t first = 0; first < shard.count && !stop; first += piece.size()) {
-                    const size_t n = size_t(std::min<uint64_t>(piece.size(), shard.count - first));
-                    shard.read(piece.data(), first, n);
-                    shard.require_vocabulary(piece.data(), first, n, vocabulary);
-                }
+        job = std::async([this, vocabulary] {  // where no thread is to be had, the caller of error() does it
+            return error_of([&] {
+                std::vector<uint16_t> piece(1 << 20);
+                for (const TokenSource& shard : shards)
+                    for (uint64_t first = 0; first < shard.count && !stop; first += piece.size()) {
+                        const size_t n = size_t(std::min<uint64_t>(piece.size(), shard.count - first));
+                        shard.read(piece.data(), first, n);
+                        shard.require_vocabulary(piece.data(), first, n, vocabulary);
+                    }
+            });
         });
     }
     ~ShardScan() { stop = true; }
 
     // What is wrong, as far as it is known; "" if nothing.
-    std::string error() const { return job.error(); }
+    std::string error() const {
+        return job.wait_for(std::chrono::seconds(0)) == std::future_status::timeout ? "" : job.get();
+    }
 
     // Waits for the end, at most a second for each GB: with a slow disk the rest is read while the run goes on.
-    void wait() const {
-        const double end = seconds_now() + 1 + double(tokens) * sizeof(uint16_t) * 1e-9;
-        while (job.running() && seconds_now() < end) usleep(1000);
-    }
+    void wait() const { job.wait_for(std::chrono::duration<double>(1 + double(tokens) * sizeof(uint16_t) * 1e-9)); }
 
   private:
     std::vector<TokenSource> shards;
     uint64_t tokens = 0;
     std::atomic<bool> stop{false};
-    BackgroundTask job;  // last, so that its thread ends first
+    std::shared_future<std::string> job;  // last, so that its thread ends first
 };

@@ -12,8 +12,8 @@
 #pragma once
 #include <condition_variable>
 #include <deque>
-#include <exception>
 #include <functional>
+#include <future>
 #include <memory>
 #include <mutex>
 #include <numeric>
@@ -150,8 +150,6 @@ struct TokenBlock {
     Oddity invalid_utf8, nul;       // nul: bytes that have the id of end-of-text
     Oddity end_of_text;             // END_OF_TEXT as ordinary text; of a .txt its reader counts them
     BadLines bad_lines;
-    std::exception_ptr error;
-    bool done = false;  // guarded by TokenizePool::mutex
 };
 
 // Calls use(text, its line's offset in the file) for every line of a .jsonl but blank ones, and bad(error) for a line
@@ -240,11 +238,12 @@ inline void encode_block(TokenBlock& block, uint16_t end_of_text, const EncodeTe
 // The workers, and the blocks in progress in the order in which they were handed in.
 class TokenizePool {
   public:
-    TokenizePool(const Encoding& encoding, int threads) : limit(4 * size_t(threads)) {
+    TokenizePool(const Encoding& encoding, int threads)
+        : limit(4 * size_t(threads)), end_of_text(encoding.end_of_text) {
         try {
             for (int i = 0; i < threads; i++)
                 start_or_fail("that encodes", [&] {
-                    workers.emplace_back([this, encoding] { work(encoding); });
+                    workers.emplace_back([this, make = encoding.make_encoder] { work(make()); });
                     return true;
                 });
         } catch (...) {
@@ -258,34 +257,37 @@ class TokenizePool {
     bool empty() const { return in_progress.empty(); }
 
     void hand_in(std::unique_ptr<TokenBlock> block) {
+        Job job([this, &block = *block](const EncodeText& append) { encode_block(block, end_of_text, append); });
+        in_progress.push_back({std::move(block), job.get_future()});
         {
             std::lock_guard<std::mutex> lock(mutex);
-            waiting.push_back(block.get());
+            waiting.push_back(std::move(job));
         }
-        in_progress.push_back(std::move(block));
         to_do.notify_one();
     }
 
     // Waits for the oldest block. If its worker threw, this throws, so the first error in the files is the one
     // reported.
     std::unique_ptr<TokenBlock> take_oldest() {
-        {
-            std::unique_lock<std::mutex> lock(mutex);
-            finished.wait(lock, [&] { return in_progress.front()->done; });
-        }
-        std::unique_ptr<TokenBlock> block = std::move(in_progress.front());
+        InProgress oldest = std::move(in_progress.front());
         in_progress.pop_front();
-        if (block->error) std::rethrow_exception(block->error);
-        return block;
+        oldest.encoded.get();
+        return std::move(oldest.block);
     }
 
   private:
+    using Job = std::packaged_task<void(const EncodeText&)>;
+    struct InProgress {
+        std::unique_ptr<TokenBlock> block;
+        std::future<void> encoded;
+    };
     const size_t limit;
+    const uint16_t end_of_text;
     std::vector<std::thread> workers;
-    std::deque<std::unique_ptr<TokenBlock>> in_progress;  // used by the caller's thread only
-    std::mutex mutex;                                     // guards what follows and TokenBlock::done
-    std::condition_variable to_do, finished;
-    std::deque<TokenBlock*> waiting;
+    std::deque<InProgress> in_progress;  // used by the caller's thread only
+    std::mutex mutex;                    // guards what follows
+    std::condition_variable to_do;
+    std::deque<Job> waiting;
     bool stopping = false;
 
     void end_workers() {
@@ -297,27 +299,17 @@ class TokenizePool {
         for (std::thread& worker : workers) worker.join();
     }
 
-    void work(const Encoding& encoding) {
-        const EncodeText append = encoding.make_encoder();
+    void work(const EncodeText& append) {
         while (true) {
-            TokenBlock* block;
+            Job job;
             {
                 std::unique_lock<std::mutex> lock(mutex);
                 to_do.wait(lock, [&] { return stopping || !waiting.empty(); });
                 if (stopping) return;
-                block = waiting.front();
+                job = std::move(waiting.front());
                 waiting.pop_front();
             }
-            try {
-                encode_block(*block, encoding.end_of_text, append);
-            } catch (...) {
-                block->error = std::current_exception();
-            }
-            {
-                std::lock_guard<std::mutex> lock(mutex);
-                block->done = true;
-            }
-            finished.notify_one();
+            job(append);
         }
     }
 };

@@ -15,7 +15,6 @@
 #include <functional>
 #include <set>
 
-#include "../base/background.h"
 #include "../base/json.h"
 #include "../base/progress.h"
 #include "../base/safetensors.h"

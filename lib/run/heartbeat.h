@@ -12,7 +12,6 @@
 #include <unistd.h>
 
 #include "../base/clock.h"
-#include "../base/background.h"
 #include "../base/files.h"
 #include "../base/json.h"
 #include "../base/system.h"

@@ -16,7 +16,6 @@
 #include "../data/data_sets.h"
 #include "../data/tokenize.h"
 #include "../data/vocabulary.h"
-#include "../base/background.h"
 #include "../base/gpu_search.h"
 #include "../base/files.h"
 #include "../model/schedule.h"

@@ -6,7 +6,6 @@
 #include <string>
 #include <vector>
 
-#include "../base/background.h"
 #include "checkpoint.h"
 #include "run_folder.h"
 #include "../base/safetensors.h"

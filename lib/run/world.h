@@ -16,7 +16,7 @@
 
 #include <unistd.h>
 
-#include "../base/background.h"
+#include "../base/time_limit.h"
 #include "../base/memory.h"
 #include "launch.h"
 #include "watchdog.h"

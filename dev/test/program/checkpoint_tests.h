@@ -2,7 +2,6 @@
 // against their definition, manifests and files damaged in every way, retention against a plain
 // oracle, disks that refuse. What a crash at any moment leaves is dev/crash_test's business.
 #pragma once
-#include <mutex>
 
 #include "program.h"
 
@@ -447,46 +446,4 @@ PROGRAM_TEST(checkpoint_that_may_not_be_written_or_read) {
     CHECK_FAILS(1, denied.c_str(), newest_intact_checkpoint(folder.path, no_complaint()));
     CHECK(seteuid(user) == 0);
     for (const std::string& path : {folder.path, writing, first}) CHECK(chmod(path.c_str(), 0777) == 0);
-}
-
-TEST(background_task) {
-    using namespace checkpoint_test;
-    BackgroundTask task;
-    CHECK(!task.running());
-    CHECK_EQUAL(task.error(), "");
-    task.wait();  // nothing to wait for
-    std::mutex gate;
-    int result = 0;  // written by the job, read after its end without a lock: the thread sanitizer sees whether
-                     // running() orders the two
-    gate.lock();
-    task.start([&] {
-        std::lock_guard<std::mutex> opens(gate);
-        result = 7;
-    });
-    CHECK(task.running());
-    CHECK_FAILS(1, "is running", task.start([] {}));
-    gate.unlock();
-    while (task.running()) usleep(100);
-    CHECK_EQUAL(result, 7);
-    CHECK_EQUAL(task.error(), "");
-    task.start([] { fail("cannot write %s: %s", "x", "no"); });  // without a wait() in between
-    while (task.running()) usleep(100);
-    for (int again = 0; again < 2; again++) CHECK_EQUAL(task.error(), "cannot write x: no");
-    const auto error_after = [&](const std::function<void()>& job) {
-        task.start(job);
-        task.wait();
-        CHECK(!task.running());
-        return task.error();
-    };
-    CHECK_EQUAL(error_after([] { throw 7; }), "an exception of unknown type");
-    CHECK(!error_after([] { throw std::runtime_error(""); }).empty());
-    CHECK(holds(error_after([] { throw std::bad_alloc(); }), "out of memory"));
-    CHECK_EQUAL(error_after([] {}), "");
-    // The destructor waits: the job's folder is whole.
-    TempFolder folder;
-    {
-        BackgroundTask writer;
-        writer.start([&] { make_checkpoint(folder.path, 1); });
-    }
-    CHECK(is_intact(folder.path + "/step_00000001"));
 }
