@@ -99,20 +99,13 @@ inline void refuse_no_text(const std::string& path, const std::string& first, co
 class ByteSource {
   public:
     ByteSource(const TextInput& text, const std::string& reader)
-        : name(text.name()), fd(text.is_stdin ? dup(STDIN_FILENO) : open(text.path.c_str(), O_RDONLY | O_CLOEXEC)) {
-        if (fd < 0) fail("cannot open %s: %s", name, std::strerror(errno));
-        try {
-            first.resize(256);
-            first.resize(read_file(&first[0], first.size()));
-            refuse_no_text(text.path, first, reader);
-        } catch (...) {
-            close(fd);
-            throw;
-        }
+        : name(text.name()),
+          file(text.is_stdin ? fdopen(dup(STDIN_FILENO), "rb") : std::fopen(text.path.c_str(), "rbe"), std::fclose) {
+        if (!file) fail("cannot open %s: %s", name, std::strerror(errno));
+        first.resize(256);
+        first.resize(read_file(&first[0], first.size()));
+        refuse_no_text(text.path, first, reader);
     }
-    ByteSource(const ByteSource&) = delete;
-    ByteSource& operator=(const ByteSource&) = delete;
-    ~ByteSource() { close(fd); }
 
     // Fewer than n bytes only at the end.
     size_t read(char* out, size_t n) {
@@ -124,18 +117,12 @@ class ByteSource {
 
   private:
     const std::string name;
-    const int fd;
+    const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file;
     std::string first;  // bytes that have been looked at and not yet read
 
     size_t read_file(char* out, size_t n) {
-        size_t got = 0;
-        while (got < n) {
-            const ssize_t some = ::read(fd, out + got, std::min<size_t>(n - got, 1 << 30));
-            if (some < 0 && errno == EINTR) continue;
-            if (some < 0) fail("cannot read %s: %s", name, std::strerror(errno));
-            if (some == 0) break;
-            got += size_t(some);
-        }
+        const size_t got = std::fread(out, 1, n, file.get());
+        if (std::ferror(file.get())) fail("cannot read %s: %s", name, std::strerror(errno));
         return got;
     }
 };

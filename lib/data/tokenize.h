@@ -98,35 +98,22 @@ inline void warn_of_end_of_text(const std::vector<std::string>& texts, const std
 // ---------------------------------------------------------------------------------------------------------------------
 // Blocks: what a worker is given, and what it makes of it.
 
-// How often something odd was found in the text, and where first.
+// How often something odd was found in the text, or something that could not be read, and the first of it, in words.
 struct Oddity {
-    uint64_t count = 0, first_byte = 0;  // in the file
-    std::string first_file;
-
-    void add(const std::string& file, uint64_t byte, uint64_t times = 1) {
-        if (count == 0) {
-            first_file = file;
-            first_byte = byte;
-        }
-        count += times;
-    }
-    void add(const Oddity& other) {
-        if (other.count) add(other.first_file, other.first_byte, other.count);
-    }
-    std::string words() const {
-        return format_text("%d %s, the first in %s at byte %d", count, count == 1 ? "time" : "times", first_file,
-                           first_byte);
-    }
-};
-
-// How often something could not be read, and what the first was.
-struct BadLines {
     uint64_t count = 0;
     std::string first;
 
     void add(const std::string& text, uint64_t times = 1) {
         if (count == 0) first = text;
         count += times;
+    }
+    void add(const Oddity& later) { add(later.first, later.count); }
+    void add_at(const std::string& file, uint64_t byte, uint64_t times = 1) {
+        if (count == 0) first = format_text("%s at byte %d", file, byte);
+        count += times;
+    }
+    std::string words() const {
+        return format_text("%d %s, the first in %s", count, count == 1 ? "time" : "times", first);
     }
 };
 
@@ -149,7 +136,7 @@ struct TokenBlock {
     uint64_t text_bytes = 0;        // in the documents
     Oddity invalid_utf8, nul;       // nul: bytes that have the id of end-of-text
     Oddity end_of_text;             // END_OF_TEXT as ordinary text; of a .txt its reader counts them
-    BadLines bad_lines;
+    Oddity bad_lines;
 };
 
 // Calls use(text, its line's offset in the file) for every line of a .jsonl but blank ones, and bad(error) for a line
@@ -180,9 +167,9 @@ inline void find_oddities(const char* text, size_t n, const std::string& path, u
     uint32_t code;
     for (size_t i = 0; i < n;) {
         const unsigned char c = static_cast<unsigned char>(text[i]);
-        if (c == 0 && nul) nul->add(path, at + i);
+        if (c == 0 && nul) nul->add_at(path, at + i);
         const int length = c < 0x80 ? 1 : utf8_decode(text + i, n - i, &code);
-        if (length == 0) invalid_utf8.add(path, at + i);
+        if (length == 0) invalid_utf8.add_at(path, at + i);
         i += size_t(length ? length : 1);
     }
 }
@@ -223,10 +210,10 @@ inline void encode_block(TokenBlock& block, uint16_t end_of_text, const EncodeTe
     if (!block.is_jsonl) return;
     const auto use = [&](const std::string& text, uint64_t byte) {
         if (text.empty()) return;
-        if (const uint64_t count = count_end_of_text(text)) block.end_of_text.add(block.path, byte, count);
+        if (const uint64_t count = count_end_of_text(text)) block.end_of_text.add_at(block.path, byte, count);
         if (nul_is_end_of_text)
             if (const auto nuls = std::count(text.begin(), text.end(), '\0'))
-                block.nul.add(block.path, byte, uint64_t(nuls));
+                block.nul.add_at(block.path, byte, uint64_t(nuls));
         encode(text.data(), text.size(), true);
     };
     for_each_text(block, use, [&](const Error& e) {
@@ -432,7 +419,7 @@ inline void read_text(TextFile& file, const std::string& separator, size_t block
         for (size_t at = 0; (at = file.rest.find(END_OF_TEXT, at)) < begin; at++) {
             while (part != block->parts.end() && part->end <= at) part++;
             const bool in_document = part != block->parts.end() && part->begin <= at;  // and no separator
-            if (in_document) block->end_of_text.add(file.name, byte + at);
+            if (in_document) block->end_of_text.add_at(file.name, byte + at);
         }
         block->bytes = file.rest.substr(0, begin);
         file.rest.erase(0, begin);
@@ -582,8 +569,7 @@ inline std::vector<ValidationRange> validation_ranges(uint64_t tokens, const std
 struct TokenizeCounts {
     uint64_t bytes = 0, text_bytes = 0;  // of the files, in documents
     uint64_t text_files = 0, separators = 0, files_without_text = 0;
-    Oddity invalid_utf8, nul, end_of_text;
-    BadLines bad_lines;
+    Oddity invalid_utf8, nul, end_of_text, bad_lines;
     double seconds = 0;
 };
 
@@ -603,7 +589,7 @@ inline TokenizeCounts encode_files(const char* verb, const TokenizeOptions& opti
         counts.invalid_utf8.add(block->invalid_utf8);
         counts.nul.add(block->nul);
         counts.end_of_text.add(block->end_of_text);
-        counts.bad_lines.add(block->bad_lines.first, block->bad_lines.count);
+        counts.bad_lines.add(block->bad_lines);
     };
     for (const TextInput& input : inputs.files) {
         TextFile file(input, std::string(verb) + " --in");
