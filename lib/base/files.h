@@ -8,7 +8,6 @@
 #include <fstream>
 #include <memory>
 
-#include <dirent.h>
 #include <fcntl.h>
 #include <glob.h>
 #include <sys/stat.h>
@@ -84,10 +83,7 @@ class FileReader {
 // The whole file, for what fits in memory: vocabularies, configs, prompts.
 inline std::string read_file(const std::string& path) {
     std::string bytes(file_size(path, true), '\0');
-    std::ifstream in(path, std::ios::binary);
-    if (!in) fail("cannot open %s: %s", path, std::strerror(errno));
-    if (!in.read(&bytes[0], std::streamsize(bytes.size())))
-        fail("cannot read %d bytes of %s: %s", bytes.size(), path, std::strerror(errno));
+    FileReader(path).read(&bytes[0], bytes.size(), 0);
     return bytes;
 }
 
@@ -121,28 +117,18 @@ inline std::string absolute_path(const std::string& path,
 
 // mkdir -p
 inline void make_folders(const std::string& path) {
-    for (size_t slash = path.find('/', 1);; slash = path.find('/', slash + 1)) {
-        const std::string part = path.substr(0, slash);
-        if (!part.empty() && mkdir(part.c_str(), 0777) != 0 && errno != EEXIST)
-            fail("cannot make folder %s: %s", part, std::strerror(errno));
-        if (slash == std::string::npos) return;
-    }
+    std::error_code error;
+    std::filesystem::create_directories(path, error);
+    if (error) fail("cannot make folder %s: %s", path, error.message());
 }
 
 // The entries of a folder but . and .., in no order.
 inline std::vector<std::string> folder_entries(const std::string& path) {
-    DIR* folder = opendir(path.c_str());
-    if (!folder) fail("cannot read folder %s: %s", path, std::strerror(errno));
     std::vector<std::string> names;
-    errno = 0;
-    while (const dirent* entry = readdir(folder)) {
-        const std::string name = entry->d_name;
-        if (name != "." && name != "..") names.push_back(name);
-        errno = 0;
-    }
-    const int error = errno;
-    closedir(folder);
-    if (error) fail("cannot read folder %s: %s", path, std::strerror(error));
+    std::error_code error;
+    for (std::filesystem::directory_iterator entry(path, error), end; entry != end; entry.increment(error))
+        names.push_back(entry->path().filename().string());
+    if (error) fail("cannot read folder %s: %s", path, error.message());
     return names;
 }
 

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <initializer_list>
+#include <string_view>
 #include <type_traits>
 #include <utility>
 
@@ -16,21 +17,11 @@
 
 // Appends the character as UTF-8.
 inline void utf8_append(std::string& out, uint32_t code) {
-    if (code < 0x80) {
-        out += char(code);
-    } else if (code < 0x800) {
-        out += char(0xC0 | code >> 6);
-        out += char(0x80 | (code & 0x3F));
-    } else if (code < 0x10000) {
-        out += char(0xE0 | code >> 12);
-        out += char(0x80 | (code >> 6 & 0x3F));
-        out += char(0x80 | (code & 0x3F));
-    } else {
-        out += char(0xF0 | code >> 18);
-        out += char(0x80 | (code >> 12 & 0x3F));
-        out += char(0x80 | (code >> 6 & 0x3F));
-        out += char(0x80 | (code & 0x3F));
-    }
+    if (code < 0x80) return void(out += char(code));
+    constexpr uint32_t first_bits[] = {0, 0xC0, 0xE0, 0xF0};
+    const int more = code < 0x800 ? 1 : code < 0x10000 ? 2 : 3;  // bytes after the first, of 6 bits each
+    out += char(first_bits[more] | code >> 6 * more);
+    for (int i = more - 1; i >= 0; i--) out += char(0x80 | (code >> 6 * i & 0x3F));
 }
 
 // The bytes as a JSON string, with its quotes. Bytes that are not valid UTF-8 become U+FFFD, so the result is always
@@ -123,10 +114,8 @@ struct Json {
         if (kind == Number) return text;
         if (kind == Bool) return is_true ? "true" : "false";
         if (kind == Null) return "null";
-        const char *const comma = style == COMPACT ? ","
-                                  : style == LINES ? ",\n "
-                                                   : ", ",
-                          *const colon = style == COMPACT ? ":" : ": ";
+        const char* const comma = style == COMPACT ? "," : style == LINES ? ",\n " : ", ";
+        const char* const colon = style == COMPACT ? ":" : ": ";
         std::string all;
         for (size_t i = 0; i < items.size(); i++) {
             all += i ? comma : "";
@@ -209,10 +198,7 @@ struct JsonParser {
 
     int peek() const { return at < bytes.size() ? static_cast<unsigned char>(bytes[at]) : -1; }
 
-    void skip_space() {
-        while (at < bytes.size() && (bytes[at] == ' ' || bytes[at] == '\t' || bytes[at] == '\n' || bytes[at] == '\r'))
-            at++;
-    }
+    void skip_space() { at = std::min(bytes.find_first_not_of(" \t\n\r", at), bytes.size()); }
 
     [[noreturn]] void error(const char* expected) const {
         std::string found = "the end of the text";
@@ -273,34 +259,29 @@ struct JsonParser {
         return code;
     }
 
-    void parse_escape(std::string& out) {
-        switch (peek()) {
-            case '"': out += '"'; break;
-            case '\\': out += '\\'; break;
-            case '/': out += '/'; break;
-            case 'b': out += '\b'; break;
-            case 'f': out += '\f'; break;
-            case 'n': out += '\n'; break;
-            case 'r': out += '\r'; break;
-            case 't': out += '\t'; break;
-            case 'u': {
-                const size_t escape = at++ - 1;  // the backslash
-                uint32_t code = parse_hex4();
-                // the first half of a surrogate pair
-                if (code >= 0xD800 && code <= 0xDBFF && bytes.compare(at, 2, "\\u") == 0) {
-                    at += 2;
-                    const uint32_t low = parse_hex4();
-                    code = low >= 0xDC00 && low <= 0xDFFF ? 0x10000 + ((code - 0xD800) << 10) + (low - 0xDC00) : 0xD800;
-                }
-                if (has_bytes && code >= 0xDC80 && code <= 0xDCFF) return void(out += char(code & 0xFF));
-                if (code >= 0xD800 && code <= 0xDFFF)
-                    fail("%s: byte %d: not valid JSON: an escape that is only half of a surrogate pair", where,
-                         first_byte + escape);
-                utf8_append(out, code);
-                return;
-            }
-            default: error("one of \" \\ / b f n r t u after a backslash");
+    // \uXXXX, or two of them; `at` is at the u.
+    void parse_unicode_escape(std::string& out) {
+        const size_t escape = at++ - 1;  // the backslash
+        uint32_t code = parse_hex4();
+        // the first half of a surrogate pair
+        if (code >= 0xD800 && code <= 0xDBFF && bytes.compare(at, 2, "\\u") == 0) {
+            at += 2;
+            const uint32_t low = parse_hex4();
+            code = low >= 0xDC00 && low <= 0xDFFF ? 0x10000 + ((code - 0xD800) << 10) + (low - 0xDC00) : 0xD800;
         }
+        if (has_bytes && code >= 0xDC80 && code <= 0xDCFF) return void(out += char(code & 0xFF));
+        if (code >= 0xD800 && code <= 0xDFFF)
+            fail("%s: byte %d: not valid JSON: an escape that is only half of a surrogate pair", where,
+                 first_byte + escape);
+        utf8_append(out, code);
+    }
+
+    void parse_escape(std::string& out) {
+        constexpr std::string_view letters = "\"\\/bfnrt", meanings = "\"\\/\b\f\n\r\t";
+        if (peek() == 'u') return parse_unicode_escape(out);
+        const size_t which = letters.find(char(peek()));
+        if (which == letters.npos) error("one of \" \\ / b f n r t u after a backslash");
+        out += meanings[which];
         at++;
     }
 
@@ -329,42 +310,28 @@ struct JsonParser {
         }
     }
 
-    void parse_array(Json& value, int depth) {
-        value.kind = Json::Array;
-        at++;
+    void parse_key(Json& object) {
         skip_space();
-        if (peek() == ']') {
-            at++;
-            return;
-        }
-        while (true) {
-            value.items.push_back(parse_value(depth));
-            skip_space();
-            if (peek() != ',' && peek() != ']') error("',' or ']'");
-            if (bytes[at++] == ']') return;
-        }
+        if (peek() != '"') error("a key in double quotes");
+        object.keys.push_back(parse_string());
+        skip_space();
+        if (peek() != ':') error("':'");
+        at++;
     }
 
-    void parse_object(Json& value, int depth) {
-        value.kind = Json::Object;
-        at++;
+    // An array or an object.
+    void parse_items(Json& value, int depth) {
+        const bool is_object = bytes[at++] == '{';
+        const char end = is_object ? '}' : ']';
+        value.kind = is_object ? Json::Object : Json::Array;
         skip_space();
-        if (peek() == '}') {
-            at++;
-            return;
-        }
-        while (true) {
-            skip_space();
-            if (peek() != '"') error("a key in double quotes");
-            value.keys.push_back(parse_string());
-            skip_space();
-            if (peek() != ':') error("':'");
-            at++;
+        if (peek() == end) return void(at++);
+        do {
+            if (is_object) parse_key(value);
             value.items.push_back(parse_value(depth));
             skip_space();
-            if (peek() != ',' && peek() != '}') error("',' or '}'");
-            if (bytes[at++] == '}') break;
-        }
+            if (peek() != ',' && peek() != end) error(is_object ? "',' or '}'" : "',' or ']'");
+        } while (bytes[at++] == ',');
         std::vector<const std::string*> sorted;
         for (const std::string& key : value.keys) sorted.push_back(&key);
         std::sort(sorted.begin(), sorted.end(), [](const std::string* a, const std::string* b) { return *a < *b; });
@@ -382,8 +349,7 @@ struct JsonParser {
         if (c == '{' || c == '[') {
             if (depth == max_depth)
                 fail("%s: byte %d: JSON nested deeper than %d levels", where, first_byte + at, max_depth);
-            if (c == '{') parse_object(value, depth + 1);
-            else parse_array(value, depth + 1);
+            parse_items(value, depth + 1);
         } else if (c == '"') {
             value.kind = Json::String;
             value.text = parse_string();

@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <fstream>
 #include <limits>
+#include <memory>
 #include <new>
 #include <string>
 #include <vector>
@@ -111,23 +112,19 @@ using AlignedVector = std::vector<T, CacheLines<T>>;
 template <class T>
 class Workspace {
   public:
-    Workspace() = default;
-    Workspace(const Workspace&) = delete;
-    Workspace& operator=(const Workspace&) = delete;
-    ~Workspace() { std::free(data); }
     T* get(size_t count) {
         if (count > capacity) {
-            std::free(data);
-            data = static_cast<T*>(aligned_memory(count * sizeof(T) + 64));
+            data.reset();
+            data.reset(static_cast<T*>(aligned_memory(count * sizeof(T) + 64)));
             if (!data)
                 fail("out of memory: %.1f MiB of scratch were asked for%s", double(count * sizeof(T)) / (1 << 20),
                      memory_limit_text());
             capacity = count;
         }
-        return data;
+        return data.get();
     }
 
   private:
-    T* data = nullptr;
+    std::unique_ptr<T, void (*)(void*)> data{nullptr, std::free};
     size_t capacity = 0;
 };

@@ -48,14 +48,9 @@ inline void complain_of_lost_output(int status, bool in_files) {
 // An error that nobody catches, in a thread or in a parallel loop, ends the program in one line too.
 [[noreturn]] inline void end_uncaught() {
     output().settle();
-    try {
-        if (std::current_exception()) std::rethrow_exception(std::current_exception());
-        std::fprintf(stderr, "train_nsa: error: the program ended itself\n");
-    } catch (const std::exception& e) {
-        std::fprintf(stderr, "train_nsa: error: %s\n", error_text(e).c_str());
-    } catch (...) {
-        std::fprintf(stderr, "train_nsa: error: an exception of unknown type\n");
-    }
+    const std::exception_ptr thrown = std::current_exception();
+    const std::string text = thrown ? error_of([&] { std::rethrow_exception(thrown); }) : "the program ended itself";
+    std::fprintf(stderr, "train_nsa: error: %s\n", text.c_str());
     _exit(1);
 }
 

@@ -19,26 +19,19 @@
 // Decodes the character at s[0], of which n bytes may be read: returns its length in bytes (1 to 4) and its code point
 // in *code, or 0 if the bytes are not valid UTF-8.
 inline int utf8_decode(const char* s, size_t n, uint32_t* code) {
-    const unsigned char* u = reinterpret_cast<const unsigned char*>(s);
     if (n == 0) return 0;
-    if (u[0] < 0x80) {
-        *code = u[0];
-        return 1;
+    const auto byte = [&](int i) { return uint32_t(static_cast<unsigned char>(s[i])); };
+    const uint32_t first = byte(0);
+    const int length = first < 0x80 ? 1 : first < 0xC2 ? 0 : first < 0xE0 ? 2 : first < 0xF0 ? 3 : first < 0xF5 ? 4 : 0;
+    if (length == 0 || size_t(length) > n) return 0;
+    constexpr uint32_t first_bits[] = {0, 0x7F, 0x1F, 0x0F, 0x07}, least[] = {0, 0, 0x80, 0x800, 0x10000};
+    *code = first & first_bits[length];
+    for (int i = 1; i < length; i++) {
+        if ((byte(i) & 0xC0) != 0x80) return 0;
+        *code = *code << 6 | (byte(i) & 0x3F);
     }
-    const auto continues = [&](size_t i) { return i < n && (u[i] & 0xC0) == 0x80; };
-    if (u[0] >= 0xC2 && u[0] <= 0xDF && continues(1)) {
-        *code = uint32_t(u[0] & 0x1F) << 6 | (u[1] & 0x3F);
-        return 2;
-    }
-    if (u[0] >= 0xE0 && u[0] <= 0xEF && continues(1) && continues(2)) {
-        *code = uint32_t(u[0] & 0x0F) << 12 | uint32_t(u[1] & 0x3F) << 6 | (u[2] & 0x3F);
-        return *code >= 0x800 && (*code < 0xD800 || *code > 0xDFFF) ? 3 : 0;
-    }
-    if (u[0] >= 0xF0 && u[0] <= 0xF4 && continues(1) && continues(2) && continues(3)) {
-        *code = uint32_t(u[0] & 0x07) << 18 | uint32_t(u[1] & 0x3F) << 12 | uint32_t(u[2] & 0x3F) << 6 | (u[3] & 0x3F);
-        return *code >= 0x10000 && *code <= 0x10FFFF ? 4 : 0;
-    }
-    return 0;
+    if (*code < least[length] || *code > 0x10FFFF || (*code >= 0xD800 && *code <= 0xDFFF)) return 0;
+    return length;
 }
 
 // Makes any text safe to print in a message: one line that cannot upset the terminal, whatever a file, an option or a

@@ -83,8 +83,12 @@ class TiledAttention {
         for (int bg = 0; bg < groups; bg++) {
             const size_t at = size_t(bg) * NC * F, count = size_t(NC) * F;
             float* const to = dhidden + size_t(bg) * rows.stride * F;
-            activate(activated + at, hidden + at, count);
-            through_silu(to, dactive + at, hidden + at, count);
+#pragma omp simd
+            for (size_t i = 0; i < count; i++) {
+                const float x = hidden[at + i], y = sigmoid(x);
+                activated[at + i] = x * y;
+                to[i] = dactive[at + i] * y * (1 + x * (1 - y));
+            }
             std::fill(to + count, to + size_t(rows.stride) * F, 0.0f);
             spread_mean(dk + size_t(bg) * s.T * D, dout + size_t(bg) * NC * D, NC, s);
         }
@@ -137,17 +141,6 @@ class TiledAttention {
         if constexpr (HAVE_BF16)
             if (bf16) return f(Bf16Pair());
         f(float());
-    }
-    static void activate(float* out, const float* x, size_t count) {
-#pragma omp simd
-        for (size_t i = 0; i < count; i++) out[i] = x[i] * sigmoid(x[i]);
-    }
-    static void through_silu(float* dx, const float* dout, const float* x, size_t count) {
-#pragma omp simd
-        for (size_t i = 0; i < count; i++) {
-            const float s = sigmoid(x[i]);
-            dx[i] = dout[i] * s * (1 + x[i] * (1 - s));
-        }
     }
 
     // -----------------------------------------------------------------------------------------------------------------

@@ -77,17 +77,6 @@ struct ChoiceTask {
         return n;
     }
 
-    // The rows one behind the other, T tokens each, as a corpus of samples in order; is_answer marks the endings. What
-    // stands behind a row's end changes nothing before it.
-    void lay_out(size_t T, std::vector<uint16_t>& tokens, std::vector<uint8_t>& is_answer) const {
-        tokens.assign(rows.size() * T + 1, 0);
-        is_answer.assign(tokens.size(), 0);
-        for (size_t i = 0; i < rows.size(); i++) {
-            std::copy(rows[i]->tokens.begin(), rows[i]->tokens.end(), tokens.begin() + std::ptrdiff_t(i * T));
-            std::fill_n(is_answer.begin() + std::ptrdiff_t(i * T + rows[i]->first), rows[i]->answers(), uint8_t(1));
-        }
-    }
-
     // sums: of every row, with answer_loss, the loss of its ending. Of equally likely endings the first counts.
     template <class Sums>
     ChoiceResult result(const std::vector<Sums>& sums) const {

@@ -64,9 +64,12 @@ struct ShardHeader {
     int32_t magic, version, tokens, vocab_size, vocab_digest, zeros[251];
 };
 
-// Checks a shard's header. `head` is the file's first SHARD_HEADER_BYTES bytes, or all of a shorter file; `bytes` is
-// the file's size, which must agree with the header to the byte.
-inline ShardHeader parse_shard_header(const char* path, const std::string& head, uint64_t bytes) {
+// Checks the shard's header, with which the file's size must agree to the byte.
+inline TokenSource open_shard(const std::string& path, size_t set = 0) {
+    const uint64_t bytes = file_size(path, true);
+    if (bytes == 0) fail("%s is empty, a token shard was expected", path);
+    std::string head(size_t(std::min<uint64_t>(bytes, SHARD_HEADER_BYTES)), '\0');
+    FileReader(path).read(&head[0], head.size(), 0);
     ShardHeader header = {};
     std::memcpy(&header, head.data(), head.size());
     if (header.magic != SHARD_MAGIC) fail("%s is %s", path, name_foreign_format(head));
@@ -91,15 +94,6 @@ inline ShardHeader parse_shard_header(const char* path, const std::string& head,
             "%s is %s: its header counts %d tokens (byte 8), which makes %d bytes, but the file has %d: fetch or "
             "write it again",
             path, bytes < expected ? "cut off" : "too long", header.tokens, expected, bytes);
-    return header;
-}
-
-inline TokenSource open_shard(const std::string& path, size_t set = 0) {
-    const uint64_t bytes = file_size(path, true);
-    if (bytes == 0) fail("%s is empty, a token shard was expected", path);
-    std::string head(size_t(std::min<uint64_t>(bytes, SHARD_HEADER_BYTES)), '\0');
-    FileReader(path).read(&head[0], head.size(), 0);
-    const ShardHeader header = parse_shard_header(path.c_str(), head, bytes);
     TokenSource source;
     source.name = path;
     source.count = uint64_t(header.tokens);
@@ -130,11 +124,17 @@ inline TokenSource synthetic_validation(uint64_t seed, uint64_t wanted, int64_t 
     return synthetic_source(seed, tokens, SYNTHETIC_FIRST_VALIDATION_DOCUMENT);
 }
 
-// The rows of a task as samples of T tokens.
+// The rows of a task one behind the other, T tokens each, as a corpus of samples in order; is_answer marks the endings.
+// What stands behind a row's end changes nothing before it.
 inline TokenSource choice_source(const ChoiceTask& task, int64_t T) {
-    std::vector<uint16_t> tokens;
-    std::vector<uint8_t> is_answer;
-    task.lay_out(size_t(T), tokens, is_answer);
+    std::vector<uint16_t> tokens(task.rows.size() * size_t(T) + 1);
+    std::vector<uint8_t> is_answer(tokens.size());
+    for (size_t i = 0; i < task.rows.size(); i++) {
+        const ChoiceRow& row = *task.rows[i];
+        const auto at = std::ptrdiff_t(i) * T;
+        std::copy(row.tokens.begin(), row.tokens.end(), tokens.begin() + at);
+        std::fill_n(is_answer.begin() + at + std::ptrdiff_t(row.first), row.answers(), uint8_t(1));
+    }
     return memory_source(task.file, std::move(tokens), std::move(is_answer), 0);
 }
 

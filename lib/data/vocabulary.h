@@ -304,22 +304,17 @@ constexpr const char* TOKENIZER_JSON = "tokenizer.json";
 constexpr const char* MEND_END_OF_TEXT =
     "learn it with ./train_nsa vocabulary, or without special tokens, add this one and save all as tokenizer.json";
 
-// Trainers that give ids to special tokens first, as Hugging Face's do, give end-of-text the id 0.
-inline void require_last_token(const std::string& path, int64_t id, int64_t tokens) {
-    if (id >= tokens - 1) return;
-    fail(
-        "%s: <|endoftext|> has id %d of %d tokens, expected the last, %d, behind the 256 bytes and the merges: "
-        "%s",
-        path, id, tokens, tokens - 1, MEND_END_OF_TEXT);
-}
-
 // How many tokens the folder's vocabulary has: those files may hold any number, the others GPT-2's.
 inline size_t vocabulary_size(const std::string& folder) {
     const auto size_of = [](const std::string& path, const Json& ids) {
         if (!ids.find(END_OF_TEXT))
             fail("%s has no <|endoftext|>, expected as the last token: %s", path, MEND_END_OF_TEXT);
         const int64_t last = ids.integer(END_OF_TEXT, path), count = int64_t(ids.keys.size());
-        require_last_token(path, last, count);
+        if (last < count - 1)  // trainers that give ids to special tokens first, as Hugging Face's do, give it 0
+            fail(
+                "%s: <|endoftext|> has id %d of %d tokens, expected the last, %d, behind the 256 bytes and the merges: "
+                "%s",
+                path, last, count, count - 1, MEND_END_OF_TEXT);
         if (last < 256 || last > 65535)
             fail(
                 "%s: <|endoftext|>, the last token, has id %d, expected 256 to 65535: behind the 256 bytes, and "

@@ -91,18 +91,14 @@ struct Answers<Dev, R(A...), Call, std::void_t<Call<Dev, A...>>>
     static_assert(Answers<Dev, result arguments, call_##name>::value,            \
                   "this engine lacks  " #result " " #name #arguments "  of lib/model/engine.h")
 #define NEEDS(result, name, arguments) NEEDS_AS(result, name, name, arguments)
-#define NEEDS_TYPE(name)                                                     \
-    template <class D, class = void>                                         \
-    struct has_##name : std::false_type {};                                  \
-    template <class D>                                                       \
-    struct has_##name<D, std::void_t<typename D::name>> : std::true_type {}; \
-    static_assert(has_##name<Dev>::value, "this engine lacks the type  " #name "  of lib/model/engine.h")
-#define NEEDS_NUMBER(name)                                                                    \
-    template <class D, class = void>                                                          \
-    struct has_##name : std::false_type {};                                                   \
-    template <class D>                                                                        \
-    struct has_##name<D, std::void_t<decltype(std::declval<D&>().name)>> : std::true_type {}; \
-    static_assert(has_##name<Dev>::value, "this engine lacks the number  " #name "  of lib/model/engine.h")
+#define NEEDS_MEMBER(what, name, type)                           \
+    template <class D, class = void>                             \
+    struct has_##name : std::false_type {};                      \
+    template <class D>                                           \
+    struct has_##name<D, std::void_t<type>> : std::true_type {}; \
+    static_assert(has_##name<Dev>::value, "this engine lacks the " what "  " #name "  of lib/model/engine.h")
+#define NEEDS_TYPE(name) NEEDS_MEMBER("type", name, typename D::name)
+#define NEEDS_NUMBER(name) NEEDS_MEMBER("number", name, decltype(std::declval<D&>().name))
 
 // ----- ten types and four numbers
 template <class Dev>
@@ -311,6 +307,7 @@ struct DeviceMembers {
 };
 #undef NEEDS
 #undef NEEDS_AS
+#undef NEEDS_MEMBER
 #undef NEEDS_TYPE
 #undef NEEDS_NUMBER
 

@@ -22,34 +22,18 @@ struct TensorForm {
     bool is_there = true;     // false: this model has no such tensor
     bool by_element = false;  // a matrix whose elements are updated one by one, whatever --optimizer says
 
-    TensorForm with(Init i) const {
+    TensorForm with(Init i) const { return changed(&TensorForm::init, i); }
+    TensorForm padded_to(int64_t r) const { return changed(&TensorForm::memory_rows, r); }
+    TensorForm joined() const { return changed(&TensorForm::is_joined, true); }
+    TensorForm of_nsa() const { return changed(&TensorForm::only_nsa, true); }
+    TensorForm when(bool there) const { return changed(&TensorForm::is_there, there); }
+    TensorForm elementwise() const { return changed(&TensorForm::by_element, true); }
+
+    // A copy with another value of this member.
+    template <class T>
+    TensorForm changed(T TensorForm::*member, T value) const {
         TensorForm form = *this;
-        form.init = i;
-        return form;
-    }
-    TensorForm padded_to(int64_t r) const {
-        TensorForm form = *this;
-        form.memory_rows = r;
-        return form;
-    }
-    TensorForm joined() const {
-        TensorForm form = *this;
-        form.is_joined = true;
-        return form;
-    }
-    TensorForm of_nsa() const {
-        TensorForm form = *this;
-        form.only_nsa = true;
-        return form;
-    }
-    TensorForm when(bool there) const {
-        TensorForm form = *this;
-        form.is_there = there;
-        return form;
-    }
-    TensorForm elementwise() const {
-        TensorForm form = *this;
-        form.by_element = true;
+        form.*member = value;
         return form;
     }
 };
