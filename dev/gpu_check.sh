@@ -14,7 +14,7 @@
 #       shapes      tokens/s, MFU and memory of 125m at 16 x 1024, 16 x 2048, 32 x 1024 and 4 x 8192
 #       kernels     the time of every operation of 125m's step, and of every kernel where there is Nsight Compute; their
 #                   sum against the step's time shows the gaps. <gpu>-<date>-kernels.csv keeps what it wrote
-#       torch       a compiled dense model of the same size in PyTorch and its attention, beside ours at four lengths
+#       torch       a compiled dense model of the same size in PyTorch beside ours at four lengths, and our attention
 # OUT=FOLDER puts the page elsewhere, PYTHON=python3 names the Python with PyTorch, COMMIT=... names the commit if the
 # sources are not a git checkout, and TOTAL=590 stops everything after so many seconds.
 # Figures worth quoting are in the parts' output as lines "result: what | figure | unit | conditions", and in one table.
@@ -270,7 +270,6 @@ part_torch() {
     done
     echo "answer: tokens/s of$(rates)"
     within 150 ./build/test_device --perf-attention --batch 1 --seq-len 65536 || status=1
-    "$python" -u dev/bench/torch_attention.py --tokens 65536 || status=1
     return "$status"
 }
 export WORK=$work KERNELS=${report%.md}-kernels.csv
