@@ -16,50 +16,34 @@ printf 'leak:%s\n' libucs.so libuct.so libucp.so libmpich.so cudaEventCreateWith
 export LSAN_OPTIONS="suppressions='$work/leaks':print_suppressions=0${LSAN_OPTIONS:+:$LSAN_OPTIONS}"
 export ASAN_OPTIONS="detect_stack_use_after_return=0${ASAN_OPTIONS:+:$ASAN_OPTIONS}"
 
-# The output of program number $1, and its exit status in $work/$1.status.
+# Runs the program $1, prints its output and adds its numbers to $work/counts.
 run() {
-    local start=$SECONDS
-    timeout 1800 bash -c "exec $2" </dev/null >"$work/$1.log" 2>&1
-    echo "$? $((SECONDS - start))" >"$work/$1.ended"
-    mv "$work/$1.ended" "$work/$1.status"
-}
-
-passed=0 failed=0
-: >"$work/failures"
-report() {
-    local status seconds p f
-    read -r status seconds <"$work/$1.status"
-    echo "== $2 (${seconds} s)"
-    cat "$work/$1.log"
-    grep -a -B 8 -A 12 '^FAIL' "$work/$1.log" >"$work/failure"
-    read -r p f < <(sed -nE 's/^([0-9]+) passed, ([0-9]+) failed$/\1 \2/p' "$work/$1.log" | tail -1)
-    if [ -n "${f:-}" ]; then
-        passed=$((passed + p)) failed=$((failed + f))
-        if [ "$status" -ne 0 ] && [ "$f" -eq 0 ]; then
-            echo "exit status $status" >>"$work/failure"
-            failed=$((failed + 1))
+    local log status p='' f=''
+    log=$(mktemp -p "$work")
+    timeout 1800 bash -c "exec $1" </dev/null >"$log" 2>&1
+    status=$?
+    read -r p f < <(sed -nE 's/^([0-9]+) passed, ([0-9]+) failed$/\1 \2/p' "$log" | tail -1)
+    {
+        flock 9  # one at a time from here on
+        echo "== $1 ($SECONDS s)"
+        cat "$log"
+        grep -a -B 8 -A 12 '^FAIL' "$log" >"$log.failure"
+        if [ -z "$f" ]; then
+            f=1
+            { tail -n 20 "$log" && echo "exit status $status without a closing line"; } >"$log.failure"
+        elif [ "$status" -ne 0 ] && [ "$f" -eq 0 ]; then
+            f=1
+            echo "exit status $status" >>"$log.failure"
         fi
-    else
-        { tail -n 20 "$work/$1.log" && echo "exit status $status without a closing line"; } >"$work/failure"
-        failed=$((failed + 1))
-    fi
-    [ ! -s "$work/failure" ] || { echo "== failed: $2" && cat "$work/failure"; } >>"$work/failures"
-    rm "$work/$1.log" "$work/$1.status"
+        echo "$((p)) $f" >>"$work/counts"
+        [ ! -s "$log.failure" ] || { echo "== failed: $1" && cat "$log.failure"; } >>"$work/failures"
+        rm "$log"
+    } 9>"$work/lock"
 }
-
-commands=("$@") next=0 left=$# running=0
-while [ "$left" -gt 0 ]; do
-    while [ "$next" -lt $# ] && [ "$running" -lt "${JOBS:-$(nproc)}" ]; do
-        run "$next" "${commands[$next]}" &
-        next=$((next + 1)) running=$((running + 1))
-    done
-    wait -n
-    for ((i = 0; i < next; i++)); do
-        [ -f "$work/$i.status" ] || continue
-        report "$i" "${commands[$i]}"
-        left=$((left - 1)) running=$((running - 1))
-    done
-done
+export -f run
+export work
+: >"$work/failures"
+# shellcheck disable=SC2016  # $1 is the inner bash's
+printf '%s\0' "$@" | xargs -0 -n 1 -P "${JOBS:-$(nproc)}" bash -c 'run "$1"' -
 cat "$work/failures"
-echo "$passed passed, $failed failed"
-[ "$failed" -eq 0 ]
+awk '{ passed += $1; failed += $2 } END { print passed + 0 " passed, " failed + 0 " failed"; exit failed > 0 }' "$work/counts"
