@@ -12,10 +12,13 @@ test_nsa: $(BUILD)/test_nsa.o $(APART)
 	    $(if $(GPU_FOUND),$(LIBS),$(HOST_LIBS))
 $(BUILD)/test_nsa.o: test_nsa.cu $(BUILD)/command
 	$(call quiet,CXX )$(if $(GPU_FOUND),$(COMPILE),$(HOST) -x c++) $(DEPENDS) -c $< -o $@
+# Programs of the host.
+$(addprefix $(BUILD)/,tests crash_test tour host/train_nsa): %: %.o $(APART)
+	$(call quiet,LINK)$(HOST_LINK) $(filter %.o,$^) -o $@ $(HOST_LIBS)
+
 # All tests of the host, by the host compiler: a third of the time that nvcc takes; -O1, since each runs once. Where
 # there is a GPU, test_device runs too: the tests that run on the device, and its benchmarks, for dev/gpu_check.sh.
-$(BUILD)/tests: $(BUILD)/tests.o $(BUILD)/program_tests.o $(APART)
-	$(call quiet,LINK)$(HOST_LINK) $(filter %.o,$^) -o $@ $(HOST_LIBS)
+$(BUILD)/tests: $(BUILD)/program_tests.o
 $(BUILD)/tests.o: dev/test/tests.cu $(BUILD)/command
 	$(call quiet,CXX )$(HOST) -O1 -x c++ $(DEPENDS) -c $< -o $@
 # Tests of the program and its data, without the model.
@@ -64,8 +67,6 @@ $(BUILD)/train_nsa_emulated: train_nsa.cu lib/report/hf/*.py lib/report/html/* $
 	$(call quiet,CXX )$(EMULATOR) -DEMULATED_GPUS=4 -DUSE_MPI -DOMPI_SKIP_MPICXX -DMPICH_SKIP_MPICXX \
 	    $(MPI_FLAGS) $(SAN_FLAGS) $(DEPENDS) -x c++ $< -x none -o $@ $(MPI_LIBS)
 
-$(BUILD)/host/train_nsa: $(BUILD)/host/train_nsa.o $(APART)
-	$(call quiet,LINK)$(HOST_LINK) $(filter %.o,$^) -o $@ $(HOST_LIBS)
 $(BUILD)/host/train_nsa.o: train_nsa.cu lib/report/hf/*.py lib/report/html/inspect.html $(BUILD)/command \
   $(BUILD)/version
 	$(call quiet,CXX )mkdir -p $(@D) && $(HOST) -x c++ -DPROGRAM_VERSION=$(VERSION) $(DEPENDS) -c $< -o $@
@@ -74,8 +75,6 @@ $(BUILD)/host/train_nsa.o: train_nsa.cu lib/report/hf/*.py lib/report/html/inspe
 .PHONY: figures
 figures: train_nsa $(BUILD)/tour $(BUILD)/tour_lanes
 	dev/tour/figures.py $(BUILD)
-$(BUILD)/tour: $(BUILD)/tour.o $(APART)
-	$(call quiet,LINK)$(HOST_LINK) $(filter %.o,$^) -o $@ $(HOST_LIBS)
 $(BUILD)/tour.o: dev/tour/numbers.cu $(BUILD)/command
 	$(call quiet,CXX )$(HOST) -O1 -x c++ $(DEPENDS) -c $< -o $@
 $(BUILD)/tour_lanes: dev/tour/lanes.cpp $(BUILD)/command
@@ -86,8 +85,6 @@ CRASH_PROGRAMS := $(BUILD)/crash_test $(BUILD)/faults.so
 CRASH_TESTS := '$(BUILD)/crash_test --program $(TESTED) --shim $(BUILD)/faults.so'
 .PHONY: crash_test
 crash_test: train_nsa $(CRASH_PROGRAMS)
-$(BUILD)/crash_test: $(BUILD)/crash_test.o $(APART)
-	$(call quiet,LINK)$(HOST_LINK) $(filter %.o,$^) -o $@ $(HOST_LIBS)
 $(BUILD)/crash_test.o: dev/crash_test/crash_test.cpp $(BUILD)/command
 	$(call quiet,CXX )$(HOST) -O1 $(DEPENDS) -c $< -o $@
 $(BUILD)/faults.so: dev/crash_test/faults.c $(BUILD)/command

@@ -130,33 +130,6 @@ struct AttentionSet {
     }
 };
 
-// The median of `repetitions` timings of operation(0), operation(1), ..., in microseconds.
-template <class F>
-double median_us(const Cuda& dev, int repetitions, F operation) {
-    struct Marks {
-        cudaEvent_t begin, end;
-    };
-    std::vector<Marks> marks(size_t(repetitions), Marks{});
-    for (Marks& m : marks) {  // before the first timing, so that the GPU never waits for one
-        CUDA_CHECK(cudaEventCreate(&m.begin));
-        CUDA_CHECK(cudaEventCreate(&m.end));
-    }
-    for (size_t i = 0; i < marks.size(); i++) {
-        CUDA_CHECK(cudaEventRecord(marks[i].begin, dev.stream));
-        operation(i);
-        CUDA_CHECK(cudaEventRecord(marks[i].end, dev.stream));
-    }
-    CUDA_CHECK(cudaStreamSynchronize(dev.stream));
-    std::vector<double> us;
-    for (Marks& m : marks) {
-        float ms = 0;
-        CUDA_CHECK(cudaEventElapsedTime(&ms, m.begin, m.end));
-        us.push_back(1e3 * double(ms));
-        cudaEventDestroy(m.begin), cudaEventDestroy(m.end);
-    }
-    return median_of(us);
-}
-
 // One length: every operation of NSA of shape s, then of full attention of the same shape.
 inline std::vector<AttentionRow> time_attention(Timed<Cuda>& dev, const NsaShape& s, const Ceilings& ceilings,
                                                 int set_count, int repetitions, std::FILE* out) {
@@ -169,7 +142,7 @@ inline std::vector<AttentionRow> time_attention(Timed<Cuda>& dev, const NsaShape
     // The engine's own functions, without the clocks of Timed. The sets take turns; each is used once to warm up.
     auto time = [&](auto operation) {
         for (auto& set : sets) operation(*set);
-        return median_us(dev, repetitions, [&](size_t i) { operation(*sets[i % sets.size()]); });
+        return 1e6 * dev.median_seconds(repetitions, [&](size_t i) { operation(*sets[i % sets.size()]); });
     };
     auto add = [&](const std::string& name, const Work& forward, const Work& backward, int whole) -> AttentionRow& {
         rows.push_back({s.T, s.B, name, {forward, backward}, {whole, whole}});

@@ -10,6 +10,9 @@
 #include "../../train_nsa.cu"
 #include "perf.h"
 
+// Processor time of this process.
+static double own_seconds() { return double(std::clock()) / CLOCKS_PER_SEC; }
+
 // The processor time that other processes have used since the object was made, as a share of all cores.
 struct LoadOfOthers {
     double begun = seconds_now(), busy = busy_seconds(), own = own_seconds();
@@ -23,11 +26,6 @@ struct LoadOfOthers {
             if (i != 3 && i != 4) sum += value;  // idle, waiting for disks
         return sum / double(sysconf(_SC_CLK_TCK));
     }
-    static double own_seconds() {
-        rusage r;
-        getrusage(RUSAGE_SELF, &r);
-        return double(r.ru_utime.tv_sec + r.ru_stime.tv_sec) + 1e-6 * double(r.ru_utime.tv_usec + r.ru_stime.tv_usec);
-    }
     std::string text() const {
         const double share = std::max(0.0, busy_seconds() - busy - (own_seconds() - own)) / (seconds_now() - begun) /
                              double(sysconf(_SC_NPROCESSORS_ONLN));
@@ -35,11 +33,12 @@ struct LoadOfOthers {
     }
 };
 
+// By this clock: seconds_now, or own_seconds, which what others do lengthens less.
 template <class F>
-static double seconds_of(F operation) {
-    const double begin = seconds_now();
+static double seconds_of(F operation, double (*clock)() = seconds_now) {
+    const double begin = clock();
     operation();
-    return seconds_now() - begin;
+    return clock() - begin;
 }
 static std::vector<float> random_floats(size_t count) {
     std::vector<float> x(count);
@@ -49,13 +48,9 @@ static std::vector<float> random_floats(size_t count) {
 }
 
 static void print_conditions() {
-    std::ifstream in("/proc/cpuinfo");
-    std::string line, processor = "unknown processor";
-    while (std::getline(in, line))
-        if (line.compare(0, 10, "model name") == 0) processor = line.substr(line.find(':') + 2);
     double load[3] = {};
     if (getloadavg(load, 3) != 3) load[0] = -1;
-    print("# processor: %s, %d usable, vectors of %d bytes, bf16 dot products: %s, AMX: %s\n", processor,
+    print("# processor: %s, %d usable, vectors of %d bytes, bf16 dot products: %s, AMX: %s\n", processor_name(),
           usable_processors(), VECTOR_BYTES, HAVE_BF16 ? "yes" : "no", amx_granted() ? "yes" : "no");
     if (!HAVE_BF16) print("# no bf16 dot products here: what is measured in bf16 elsewhere is left out\n");
     print("# built by g++ %s, %d threads\n", __VERSION__, omp_get_max_threads());
@@ -104,18 +99,6 @@ struct DecodeBench {
         dev.matmul_forward(a.logits, a.normed, model.w.head, nullptr, 1, int(a.C), int(a.Vp));
     }
 };
-// Processor time of one thread: what others do lengthens it less than the time on the clock.
-static double processor_seconds_of(const std::function<void()>& operation) {
-    const auto now = [] {
-        timespec t;
-        clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &t);
-        return double(t.tv_sec) + 1e-9 * double(t.tv_nsec);
-    };
-    const double begin = now();
-    operation();
-    return now() - begin;
-}
-
 static void bench_decode(Config c, bool bf16) {
     omp_set_num_threads(1);
     print(
@@ -133,7 +116,8 @@ static void bench_decode(Config c, bool bf16) {
         }
         for (const int full : {0, 1}) kinds[full]->token();
         for (int i = 0; i < 9; i++)
-            for (const int full : {0, 1}) seconds[full].push_back(processor_seconds_of([&] { kinds[full]->token(); }));
+            for (const int full : {0, 1})
+                seconds[full].push_back(seconds_of([&] { kinds[full]->token(); }, own_seconds));
         const double nsa = median_of(seconds[0]), full = median_of(seconds[1]);
         const int64_t formula =
             T / c.cmp_stride + std::min<int64_t>(T, c.slc_count * c.slc_block) + std::min<int64_t>(T, c.window);

@@ -196,6 +196,14 @@ struct Timed : Dev {
     void clock(const std::string& name, const Work& work, F operation) {
         clock(name, work.flops, work.bytes, operation);
     }
+    // The median of so many timings of operation(0), operation(1), ... , after which `times` is as it was.
+    template <class F>
+    double median_seconds(int repetitions, F operation) {
+        const auto earlier = std::exchange(times, {});
+        for (size_t i = 0; i < size_t(repetitions); i++) clock("", {}, [&] { operation(i); });
+        collect();
+        return median_of(std::exchange(times, earlier)[""].each);
+    }
     static double R(double n) { return n * sizeof(real); }
     static double S(double n) { return n * sizeof(Stat); }
 
@@ -385,8 +393,6 @@ Ceilings measure_ceilings(Timed<Dev>& dev, int size = 0) {
     const int n = size ? size : Dev::on_host ? 1536 : 8192, repetitions = Dev::on_host ? 7 : 31;
     const size_t count = size_t(n) * n,
                  copied = size ? count : (size_t(Dev::on_host ? 128 : 1024) << 20) / sizeof(real);
-    std::map<std::string, OperationTime> earlier;  // what the caller has timed
-    earlier.swap(dev.times);
     auto copy = [&](real* out, const real* in, size_t elements) {
 #ifdef CUDA_CHECK
         if constexpr (!Dev::on_host)
@@ -407,14 +413,11 @@ Ceilings measure_ceilings(Timed<Dev>& dev, int size = 0) {
         for (int i = 0; i < 4; i++) dev.Dev::matmul_forward(c, a, b, nullptr, n, n, n), copy(to, from, copied);
         dev.wait();
     } while (!size && !Dev::on_host && seconds_now() - begin < 0.1);
-    for (int i = 0; i < repetitions; i++)
-        dev.clock("product", 0, 0, [&] { dev.Dev::matmul_forward(c, a, b, nullptr, n, n, n); });
-    for (int i = 0; i < repetitions; i++) dev.clock("copy", 0, 0, [&] { copy(to, from, copied); });
-    dev.collect();
-    const Ceilings found = {2.0 * n * double(n) * n / median_of(dev.times["product"].each),
-                            2.0 * double(copied * sizeof(real)) / median_of(dev.times["copy"].each), n, repetitions,
-                            copied * sizeof(real)};
-    earlier.swap(dev.times);
+    const double product =
+        dev.median_seconds(repetitions, [&](size_t) { dev.Dev::matmul_forward(c, a, b, nullptr, n, n, n); });
+    const double copying = dev.median_seconds(repetitions, [&](size_t) { copy(to, from, copied); });
+    const Ceilings found = {2.0 * n * double(n) * n / product, 2.0 * double(copied * sizeof(real)) / copying, n,
+                            repetitions, copied * sizeof(real)};
     dev.release(a), dev.release(b), dev.release(c), dev.release(from), dev.release(to);
     return found;
 }

@@ -125,11 +125,6 @@ def busy_seconds():
     return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")
 
 
-def own_seconds():
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
-
-
 def time_steps(a):
     torch.manual_seed(0)
     cores = len(os.sched_getaffinity(0))
@@ -148,13 +143,13 @@ def time_steps(a):
     forward = torch.compile(model) if a.compile else model
     for step in range(2 + a.steps):
         if step == 2:
-            begun, busy, own = time.perf_counter(), busy_seconds(), own_seconds()
+            begun, busy, own = time.perf_counter(), busy_seconds(), time.process_time()
         tokens = torch.randint(sizes.vocab, (a.batch, a.seq_len + 1))
         start = time.perf_counter()
         loss = train_step(forward, model, optimiser, tokens, context, autocast)
         if step >= 2:
             print(f"rate {name} {a.batch * a.seq_len / (time.perf_counter() - start):.1f}", flush=True)
-    others = max(0.0, busy_seconds() - busy - (own_seconds() - own)) / (time.perf_counter() - begun) / cores
+    others = max(0.0, busy_seconds() - busy - (time.process_time() - own)) / (time.perf_counter() - begun) / cores
     parameters = sum(p.numel() for p in model.parameters())
     print(f"# {name}: PyTorch {torch.__version__}, {parameters / 1e6:.1f}M parameters, loss {loss.item():.3f},"
           f" {cores} threads, peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB,"

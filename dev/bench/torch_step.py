@@ -13,7 +13,6 @@ Everything ends within --limit seconds: the second backend is cut off then.
 """
 
 import argparse
-import contextlib
 import math
 import os
 import signal
@@ -46,20 +45,8 @@ def say(text):
     print(f"[{time.perf_counter() - BEGIN:6.1f} s] {text}", flush=True)
 
 
-@contextlib.contextmanager
-def time_limit(seconds):
-    """Raises TimeoutError after so many seconds, and again every two, in case somebody catches it."""
-
-    def stop(*_):
-        raise TimeoutError("stopped at the time limit")
-
-    earlier = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.01), 2)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, earlier)
+def stop(*_):
+    raise TimeoutError("stopped at the time limit")
 
 
 def rotate(x, cosine, sine):
@@ -185,16 +172,19 @@ def main():
     rotation = rotation_of(T, D, "cuda")
     optimizer = make_adamw(model)
     rates, loss = {}, math.nan
+    signal.signal(signal.SIGALRM, stop)
     for name in BACKENDS:
-        begin = time.perf_counter()
         try:
-            with time_limit(args.limit - (begin - BEGIN)):
-                seconds, loss = time_backend(name, model, optimizer, rotation, args)
+            # again every two seconds, in case somebody catches it
+            signal.setitimer(signal.ITIMER_REAL, max(args.limit - (time.perf_counter() - BEGIN), 0.01), 2)
+            seconds, loss = time_backend(name, model, optimizer, rotation, args)
         except Exception as error:
             # This PyTorch or GPU lacks the backend, or memory or time ran out: the other one's figure stands.
             say(f"{name}: not timed: {first_line(error)}")
             optimizer.zero_grad(set_to_none=True)
             continue
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
         rates[name] = args.batch * T / statistics.median(seconds)
         say(f"{name}: {rates[name]:.0f} tokens/s, {1e3 * statistics.median(seconds):.1f} ms a step, the median")
     if not rates:

@@ -28,13 +28,11 @@ struct Settings {
     Words more;
 };
 
+// Of those that begin so.
 static Words lines_of(const std::string& text, const std::string& beginning = "") {
-    Words lines;
-    for (size_t at = 0; at < text.size();) {
-        const size_t end = std::min(text.find('\n', at), text.size());
-        if (text.compare(at, beginning.size(), beginning) == 0) lines.push_back(text.substr(at, end - at));
-        at = end + 1;
-    }
+    Words lines = program::lines_of(text);
+    const auto others = [&](const std::string& line) { return line.compare(0, beginning.size(), beginning) != 0; };
+    lines.erase(std::remove_if(lines.begin(), lines.end(), others), lines.end());
     return lines;
 }
 
@@ -208,14 +206,10 @@ class CrashTest {
     }
 
     const Words options =
-        program::joined({"--model", "tiny", "--device", "cpu"}, program::small_words({{"steps", "60"},
-                                                                                      {"seq-len", "32"},
-                                                                                      {"batch", "1"},
-                                                                                      {"warmup", "5"},
-                                                                                      {"eval-every", "10"},
-                                                                                      {"sample-every", "20"},
-                                                                                      {"sample-tokens", "4"},
-                                                                                      {"save-every", "3"}}));
+        program::joined({"--model", "tiny", "--device", "cpu"},
+                        program::small_words(program::parse_pairs(program::parse_words(
+                            "--steps=60 --seq-len=32 --batch=1 --warmup=5 --eval-every=10 --sample-every=20 "
+                            "--sample-tokens=4 --save-every=3"))));
     const int64_t last_step = 60;
 
   private:
@@ -227,9 +221,6 @@ class CrashTest {
         int64_t count[ALL + 1] = {};
     };
     static constexpr int TOO_LATE = 1000;  // the status of a Result
-    struct Demand : std::runtime_error {
-        using std::runtime_error::runtime_error;
-    };
 
     const Settings& settings;
     const std::string scratch, fault_log = scratch + "/events";
@@ -244,7 +235,7 @@ class CrashTest {
 
     template <class... Values>
     void demand(bool good, const char* format, const Values&... values) {
-        if (!good) throw Demand(format_text(format, values...));
+        if (!good) throw std::runtime_error(format_text(format, values...));
     }
 
     void demand_of(const Result& e, bool good, const char* what) {

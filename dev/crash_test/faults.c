@@ -31,6 +31,7 @@
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <ftw.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdint.h>
@@ -129,24 +130,13 @@ static void forget(const char* path) {  // the inode's number may be used again
     if (i >= 0) files[i] = files[--file_count];
 }
 
-static void walk(const char* path, void (*visit)(const char*, const struct stat*)) {
-    DIR* d = opendir(path);
-    if (!d) return;
-    for (struct dirent* e; (e = readdir(d));) {
-        if (!strcmp(e->d_name, ".") || !strcmp(e->d_name, "..")) continue;
-        char child[MAX_PATH];
-        struct stat s;
-        if (snprintf(child, sizeof child, "%s/%s", path, e->d_name) >= MAX_PATH || lstat(child, &s) != 0) continue;
-        if (S_ISDIR(s.st_mode)) walk(child, visit);
-        visit(child, &s);
-    }
-    closedir(d);
-}
-
-static void is_on_disk(const char* path, const struct stat* s) {
-    (void)path;
+// The visitors of nftw, which go on.
+static int is_on_disk(const char* path, const struct stat* s, int type, struct FTW* place) {
+    (void)path, (void)place;
+    if (type == FTW_NS) return 0;
     const int i = index_of(s->st_ino, 1);
     files[i].synced = s->st_size, files[i].named = 1;
+    return 0;
 }
 
 static void folder_synced(const char* path) {
@@ -170,21 +160,21 @@ static void folder_synced(const char* path) {
     rename_count = kept;
 }
 
-static void lose_unsynced(const char* path, const struct stat* s) {
+static int lose_unsynced(const char* path, const struct stat* s, int type, struct FTW* place) {
+    (void)place;
+    if (type == FTW_NS) return 0;
     const int i = index_of(s->st_ino, 1);
-    if (!S_ISREG(s->st_mode)) return;
-    if (!files[i].named && draw(2)) {
-        REAL(unlink)(path);
-        return;
-    }
+    if (!S_ISREG(s->st_mode)) return 0;
+    if (!files[i].named && draw(2)) return (void)REAL(unlink)(path), 0;
     const long long unsynced = (long long)s->st_size - files[i].synced;
-    if (unsynced <= 0) return;
+    if (unsynced <= 0) return 0;
     const off_t end = (off_t)(files[i].synced + (long long)draw((uint64_t)unsynced));
     // 0: ends early, 1: continues in zeros, 2: ends where it was synced, 3: is whole
     const uint64_t fate = files[i].torn ? draw(2) : draw(4);
     if (fate <= 1 && truncate(path, end) != 0) _exit(97);
     if (fate == 1 && truncate(path, s->st_size) != 0) _exit(97);
     if (fate == 2 && truncate(path, (off_t)files[i].synced) != 0) _exit(97);
+    return 0;
 }
 
 // A child undoes what was not durable after the program is dead, so that no other thread can interfere. It holds stdout
@@ -199,7 +189,7 @@ static void power_cut(const char* path) {
             if (REAL(rename)(undurable[i].to, undurable[i].from) != 0) continue;
             if (undurable[i].replaced[0]) REAL(rename)(undurable[i].replaced, undurable[i].to);
         }
-        walk(folder, lose_unsynced);
+        nftw(folder, lose_unsynced, 16, FTW_PHYS | FTW_DEPTH);
         _exit(0);
     }
     kill(program, SIGKILL);
@@ -226,7 +216,7 @@ __attribute__((constructor)) static void begin(void) {
     snprintf(log_path, sizeof log_path, "%s", setting("FAULT_LOG"));
     random_state = strtoull(setting("FAULT_SEED"), NULL, 10);
     if (sscanf(setting("FAULT"), "%31[a-z_]:%lld:%lld", kind, &fault_at, &fault_count) < 1) folder[0] = 0;
-    if (folder[0]) walk(folder, is_on_disk);
+    if (folder[0]) nftw(folder, is_on_disk, 16, FTW_PHYS | FTW_DEPTH);
 }
 
 __attribute__((destructor)) static void end(void) {

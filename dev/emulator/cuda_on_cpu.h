@@ -123,24 +123,6 @@ EMU_ENGINE inline T shuffle(unsigned mask, T value, int source, const char* what
     return value;
 }
 
-struct Vote {
-    bool in;
-    unsigned ballot;
-    EMU_ENGINE static void run(unsigned lanes, void** arguments) {
-        unsigned ballot = 0;
-        for (unsigned rest = lanes; rest; rest &= rest - 1) {
-            const int l = __builtin_ctz(rest);
-            ballot |= unsigned(((Vote*)arguments[l])->in) << l;
-        }
-        for (unsigned rest = lanes; rest; rest &= rest - 1) ((Vote*)arguments[__builtin_ctz(rest)])->ballot = ballot;
-    }
-};
-EMU_ENGINE inline unsigned vote(unsigned mask, bool predicate, const char* what, Site site) {
-    Vote v = {predicate, 0};
-    warp_function(mask, Vote::run, &v, what, site);
-    return v.ballot;
-}
-
 template <class T>
 struct Reduce {
     T value;
@@ -159,6 +141,10 @@ EMU_ENGINE inline T reduce(unsigned mask, T value, T (*operation)(T, T), const c
     Reduce<T> r = {value, operation};
     warp_function(mask, Reduce<T>::run, &r, what, site);
     return r.value;
+}
+EMU_ENGINE inline unsigned vote(unsigned mask, bool predicate, const char* what, Site site) {
+    return reduce(
+        mask, unsigned(predicate) << lane(), +[](unsigned a, unsigned b) { return a | b; }, what, site);
 }
 }  // namespace emu
 

@@ -19,6 +19,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <numeric>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -804,15 +805,8 @@ inline void run_grid(const char* name, dim3 grid, dim3 block, size_t dynamic_byt
     if (machine.seed) {
         const unsigned below = unsigned(blocks < 0xffffffff ? blocks : 0xffffffff);
         at = random_below(below);
-        auto common_factor = [](uint64_t a, uint64_t b) {
-            while (b) {
-                const uint64_t r = a % b;
-                a = b, b = r;
-            }
-            return a;
-        };
         do step = 1 + random_below(below);
-        while (common_factor(step, blocks) != 1);
+        while (std::gcd(step, blocks) != 1);
     }
     for (uint64_t k = 0; k < blocks; k++, at = (at + step) % blocks) {
         blockIdx = {unsigned(at % grid.x), unsigned(at / grid.x % grid.y), unsigned(at / (uint64_t(grid.x) * grid.y))};

@@ -138,10 +138,7 @@ extern "C" int LLVMFuzzerInitialize(int*, char***) {
     if (const char* folder = std::getenv("FUZZ_SEEDS")) {
         make_folders(folder);
         int number = 0;
-        for (const std::string& seed : target->seeds()) {
-            std::ofstream out(format_text("%s/seed_%03d", folder, number++), std::ios::binary);
-            out.write(seed.data(), std::streamsize(seed.size()));
-        }
+        for (const std::string& seed : target->seeds()) write_file(format_text("%s/seed_%03d", folder, number++), seed);
         std::exit(0);
     }
     if (!__sanitizer_install_malloc_and_free_hooks(count_allocation, count_release))

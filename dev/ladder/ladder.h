@@ -80,7 +80,7 @@ struct LadderRun {
     }
 };
 
-inline int run_ladder(Cuda& dev, const NsaShape& s) {
+inline int run_ladder(Timed<Cuda>& dev, const NsaShape& s) {
     print(
         "attention of one layer, %d sequences of %d tokens, %d heads in %d groups of dimension %d, on %s\n\n%-12s "
         "%-24s %14s\n",
@@ -92,7 +92,7 @@ inline int run_ladder(Cuda& dev, const NsaShape& s) {
             const RungNumber rung = RungNumber(i);
             if (!run.has(rung)) continue;
             for (int warm = 0; warm < 2; warm++) run.forward(rung);
-            const double us = median_us(dev, 7, [&](size_t) { run.forward(rung); });
+            const double us = 1e6 * dev.median_seconds(7, [&](size_t) { run.forward(rung); });
             print("%-12s %-24s %14.1f\n", names[branch], RUNGS[rung].name, us);
         }
     }

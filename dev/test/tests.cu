@@ -62,7 +62,7 @@ static int ladder(int argc, char** argv) {
     if (!choose_device(c, world, search_gpus()).gpu)
         fail("--ladder: there is no GPU to time the kernels on (or the build holds no CUDA engine)");
 #ifdef USE_CUDA
-    Cuda dev(0);
+    Timed<Cuda> dev(0);
     return run_ladder(dev, shape_of(c, c.batch, c.seq_len));
 #else
     return 1;
