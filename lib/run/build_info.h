@@ -16,17 +16,10 @@
 // The Makefile gives PROGRAM_VERSION to the program alone, so that tests need not be built again at each commit.
 #ifdef PROGRAM_VERSION
 EMBED_FILE(command, QUOTED_VALUE(BUILD_FOLDER) "/command")  // in which the Makefile keeps how it compiles
-#endif
-inline std::string compiler_flags() {
-#ifdef PROGRAM_VERSION
-    std::string line(file_command, file_command_end);
-    return line.substr(0, line.find('\n'));
+inline std::string compiler_flags() { return {file_command, std::find(file_command, file_command_end, '\n')}; }
 #else
-    return "unknown";
-#endif
-}
-#ifndef PROGRAM_VERSION
 #define PROGRAM_VERSION unknown
+inline std::string compiler_flags() { return "unknown"; }
 #endif
 inline const char* version_text() { return QUOTED_VALUE(PROGRAM_VERSION); }
 
@@ -59,11 +52,5 @@ inline std::string mpi_name() {
 
 // engine: the one for devices.
 inline Build this_build(const EngineInfo& engine) {
-    Build build;
-    build.version = version_text();
-    build.compiler = compiler_name();
-    build.flags = compiler_flags();
-    build.mpi = mpi_name();
-    build.engine = engine;
-    return build;
+    return {version_text(), compiler_name(), compiler_flags(), mpi_name(), engine};
 }

@@ -1,5 +1,5 @@
-// evaluation.h: losses added up over samples and ranks, and what the verb `eval` says of them. Used by evaluate() in
-// train_nsa.cu, lib/verbs/eval.h and run_printer.h.
+// evaluation.h: losses added up over samples and ranks. Used by evaluate() in train_nsa.cu, lib/verbs/eval.h and
+// run_printer.h.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -8,12 +8,13 @@
 
 #include "../data/multiple_choice.h"
 #include "../data/shards.h"
-#include "options.h"
 
 // Places in a sample fall into ranges that double: 0..15, 16..31, 32..63, ...; a million tokens have 17 of them.
 constexpr size_t POSITION_RANGES = 17;
 inline size_t range_begin(size_t range) { return range ? size_t(8) << range : 0; }
-size_t find_range(size_t position);
+inline size_t find_range(size_t position) {
+    return position < 16 ? 0 : std::min<size_t>(60 - size_t(__builtin_clzll(position)), POSITION_RANGES - 1);
+}
 
 // Sums over the tokens of one sample.
 struct EvalSums {
@@ -75,18 +76,7 @@ struct EvalResult {
     double bits_per_byte() const { return loss * double(tokens) / std::log(2.0) / double(bytes); }
 };
 
-void print_choices(const std::string& checkpoint, const ChoiceTask& task, const ChoiceResult& r);
-
-// Prints what the verb `eval` says of a set. samples: how many it has.
-void print_evaluation(const std::string& checkpoint, const std::string& set, const EvalResult& r, const Config& c,
-                      int64_t samples);
-
-// The same as a line of JSON.
-std::string evaluation_json(const std::string& checkpoint, const std::string& set, const EvalResult& r,
-                            int64_t seq_len);
-
-std::string describe_choices(const ChoiceResult& r);
-
-#ifndef COMPILED_APART  // see lib/cpu/kernels.cpp
-#include "evaluation.cpp"
-#endif
+inline std::string describe_choices(const ChoiceResult& r) {
+    return format_text("hellaswag %.4f by loss per token, %.4f by loss, of %s", r.accuracy_per_token(), r.accuracy(),
+                       counted(int64_t(r.items), "item"));
+}

@@ -16,7 +16,6 @@
 #include "../base/files.h"
 #include "../base/json.h"
 #include "../run/options.h"
-#include "../run/prompts.h"
 #include "../run/run_folder.h"
 #include "../base/safetensors.h"
 #include "../run/tensor_files.h"

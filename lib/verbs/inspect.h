@@ -14,7 +14,6 @@
 #include "../base/files.h"
 #include "../base/json.h"
 #include "../run/options.h"
-#include "../run/prompts.h"
 #include "../model/shape.h"
 #include "../data/tokenize.h"
 #include "../report/report.h"

@@ -4,6 +4,7 @@
 #include <string>
 #include <utility>
 
+#include "../../tokenizer.h"
 #include "../run/config_files.h"
 #include "model_files.h"
 
@@ -28,6 +29,13 @@ inline TrainedModel open_trained_model(Config& c) {
             if (c.at_step != "last" || folder == c.from || !is_gone(folder)) throw;
         }
     }
+}
+
+// Its vocabulary, for a verb that cannot do without. c: its options.
+inline std::unique_ptr<Tokenizer> find_tokenizer(const Config& c) {
+    std::unique_ptr<Tokenizer> tokenizer = Tokenizer::find(c.tokenizer, c.vocab_dir, c.vocab_size, c.vocab_digest);
+    if (!tokenizer) fail_usage("%s: --vocab-dir is missing: this model writes gpt2 tokens", c.verb);
+    return tokenizer;
 }
 
 // Calls use(model) with a model of these options and weights.
