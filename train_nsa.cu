@@ -1262,7 +1262,7 @@ static int run_train(Config& c, World& world) {
     if (verb == CHECK_VERB && !c.is_given("model")) c.model = "125m";
     if (!c.config.empty() && !only_prints) read_options_file(c, world.rank == 0);
     int status = 0;
-    if (c.help) print_help(verb);
+    if (c.help) print_help(c.verb);
     else if (c.version) print_version(this_build(DeviceEngine::info()));
     else if (verb == TRAIN) status = run_train(c, world);
     else if (verb == TOKENIZE || verb == VOCABULARY) run_on_texts(c, verb);

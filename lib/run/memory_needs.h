@@ -1,24 +1,30 @@
-// memory_needs.h: whether a run fits into the memory that there is, and what would. Used by train_nsa.cu and lib/verbs.
+// memory_needs.h: what a run takes of the memory that there is. Used by train_nsa.cu and lib/verbs.
 #pragma once
-#include <functional>
+#include <algorithm>
 #include <string>
+#include <vector>
 
 #include "../model/arena.h"
-#include "options.h"
-#include "world.h"
-
-// Before anything is allocated: a micro-batch that nobody gave becomes the largest that fits on every rank; if that
-// does not help, fails and says what would. Returns whether more than three quarters of the memory will be taken.
-// needed(batch, recompute): MiB of a rank; fixed: those of its parameters, gradients and moments.
-bool fit_batch(ModelConfig& c, const World& world, bool batch_is_given, double fixed, double available,
-               const std::function<double(int64_t, int64_t)>& needed);
+#include "../base/errors.h"
 
 // For what only runs forward: fails where its bytes on a rank are not there.
-void require_memory_for(double needed, double available, const std::string& what, const char* advice);
+inline void require_memory_for(double needed, double available, const std::string& what, const char* advice) {
+    if (needed > available)
+        fail("%s needs %.0f MiB per rank; %.0f MiB are available: %s", what, needed / (1 << 20), available / (1 << 20),
+             advice);
+}
 
 // in_full: a line for every buffer, and one for all that take less than 4 % of the activations.
-void print_memory(double fixed_mib, const MemoryPlan& plan, bool in_full);
-
-#ifndef COMPILED_APART  // see lib/cpu/kernels.cpp
-#include "memory_needs.cpp"
-#endif
+inline void print_memory(double fixed_mib, const MemoryPlan& plan, bool in_full) {
+    print("memory: %.1f MiB of parameters, gradients and moments, %.1f MiB of activations per rank\n", fixed_mib,
+          double(plan.bytes) / (1 << 20));
+    if (!in_full) return;
+    std::vector<MemoryEntry> entries = plan.memory;
+    std::sort(entries.begin(), entries.end(), [](const auto& x, const auto& y) { return x.bytes > y.bytes; });
+    size_t rest = 0;
+    for (const MemoryEntry& e : entries) {
+        if (e.bytes * 25 < plan.bytes) rest += e.bytes;
+        else print("        %8.1f MiB  %3d x %s\n", double(e.bytes) / (1 << 20), e.count, e.name);
+    }
+    print("        %8.1f MiB  the rest\n", double(rest) / (1 << 20));
+}

@@ -7,10 +7,6 @@ const VerbName* verb_named(const std::string& name) {
     return found == std::end(VERBS) ? nullptr : found;
 }
 
-const char* verb_name(Verb verb) {
-    return std::find_if(std::begin(VERBS), std::end(VERBS), [&](const VerbName& v) { return v.verb == verb; })->name;
-}
-
 const Option* find_option(const std::string& name) {
     const auto found =
         std::find_if(std::begin(OPTIONS), std::end(OPTIONS), [&](const Option& o) { return name == o.name; });

@@ -423,8 +423,6 @@ inline const VerbName VERBS[] = {
 // Null where no verb has this name.
 const VerbName* verb_named(const std::string& name);
 
-const char* verb_name(Verb verb);
-
 // Null where no option has this name.
 const Option* find_option(const std::string& name);
 inline const Option& option_named(const std::string& name) { return *find_option(name); }

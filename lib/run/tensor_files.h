@@ -3,13 +3,11 @@
 #pragma once
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
 #include <string>
 #include <vector>
 
 #include "checkpoint.h"
 #include "../base/safetensors.h"
-#include "../model/shape.h"
 #include "../model/tensors.h"
 
 // The tensors in the first chunk whose sum of squares is not finite, for messages. chunk: elements of a chunk; squares:
@@ -28,30 +26,22 @@ std::string first_bad_tensor(const std::vector<TensorSpec>& specs, const std::ve
 }
 
 // With weights that are not finite nothing can be computed.
-void require_finite(const SafeTensors& file);
+inline void require_finite(const SafeTensors& file) {
+    for (const TensorView& t : file.tensors) {
+        const float* const values = static_cast<const float*>(t.data);
+        const size_t n = size_t(t.bytes / sizeof *values);
+        const float* const bad = std::find_if(values, values + n, [](float x) { return !std::isfinite(x); });
+        if (t.dtype == "F32" && bad != values + n)
+            fail("%s: number %d of %s is %g: the weights are no use; take an earlier checkpoint", file.path,
+                 size_t(bad - values), t.name, double(*bad));
+    }
+}
 
 // A checkpoint's weights. Every tensor's name and shape are checked, before memory is allocated for what a config.json
 // says.
-std::unique_ptr<SafeTensors> open_weights(const std::string& checkpoint, const std::vector<TensorSpec>& specs);
-
-// ---------------------------------------------------------------------------------------------------------------------
-// --dump-state: what another program needs to compare itself with this one.
-
-struct StateDump {
-    std::string precision;            // format() of the engine
-    std::vector<TensorView> tensors;  // parameters, and gradients named grad.<tensor>
-    NsaShape shape;
-    int64_t V = 0;                                 // vocabulary
-    std::vector<int32_t> inputs, targets;          // [B, T]
-    std::vector<float> logits;                     // [B, T, V]
-    float loss = 0;                                // mean over the tokens
-    std::vector<std::vector<uint32_t>> selection;  // per layer the bitmasks [B, G, T]; none of layers without NSA
-
-    void add(const std::vector<TensorView>& more) { tensors.insert(tensors.end(), more.begin(), more.end()); }
-};
-
-void write_state_dump(const std::string& path, StateDump d, const std::string& config, const std::string& command);
-
-#ifndef COMPILED_APART  // see lib/cpu/kernels.cpp
-#include "tensor_files.cpp"
-#endif
+inline std::unique_ptr<SafeTensors> open_weights(const std::string& checkpoint, const std::vector<TensorSpec>& specs) {
+    auto weights = std::make_unique<SafeTensors>(checkpoint + "/model.safetensors");
+    for (const TensorSpec& t : specs) weights->get(t.name, "F32", t.shape());
+    require_finite(*weights);
+    return weights;
+}

@@ -6,11 +6,11 @@
 
 #include "../../dataloader.h"
 #include "../run/config_files.h"
-#include "../run/memory_needs.h"
 #include "../run/run_printer.h"
 #include "model_files.h"
 
-// fit_batch() for a model and its activations, on the memory of this engine.
+// Before anything is allocated: a micro-batch that nobody gave becomes the largest that fits on every rank; if that
+// does not help, fails and says what would. Returns whether more than three quarters of the memory will be taken.
 template <class Dev>
 bool require_memory(Dev& dev, ModelConfig& c, const World& world, bool batch_is_given) {
     const double mib = 1 << 20;
@@ -18,11 +18,38 @@ bool require_memory(Dev& dev, ModelConfig& c, const World& world, bool batch_is_
     // NCCL takes from 0.5 to 1.6 GiB of a GPU, as its users report
     const double for_nccl = Dev::on_host || world.size == 1 || world.device_sharers > 1 ? 0 : 1640;
     const double available = world.lowest(dev.available_bytes(world.device_sharers) / mib - for_nccl);
-    return fit_batch(c, world, batch_is_given, fixed, available, [&](int64_t batch, int64_t recompute) {
+    const int64_t samples = c.total_batch / c.seq_len / world.size;  // of a rank and step
+    const auto needed = [&](int64_t batch, int64_t recompute) {
         ModelConfig other = c;
         other.recompute = recompute;
         return fixed + Activations<Dev>::bytes_needed(dev, other, batch, c.seq_len, TRAINING) / mib;
-    });
+    };
+    // The largest micro-batch, at most the one asked for, that divides a rank's samples and fits; 0 if none fits.
+    const auto largest = [&](int64_t recompute) {
+        int64_t batch = c.batch;
+        while (batch > 0 && (samples % batch || !(needed(batch, recompute) <= available))) batch--;
+        return batch;
+    };
+    const int64_t fits = largest(c.recompute);
+    if (!batch_is_given && fits > 0 && fits < c.batch) {
+        if (world.rank == 0)
+            print("batch:  %s at a time and not %d, which do not fit into %.0f MiB\n", counted(fits, "sequence"),
+                  c.batch, available);
+        c.batch = fits;
+    }
+    const double needs = needed(c.batch, c.recompute);
+    if (needs <= available) return needs > 0.75 * available;
+    // the lowest level at which this micro-batch fits, else a smaller one at the highest
+    std::string advice = "a smaller --seq-len or model";
+    for (int64_t level = 2; level >= c.recompute; level--) {
+        const int64_t batch = largest(level);
+        if (batch == c.batch || (batch > 0 && level == 2))
+            advice = format_text("--batch %d --recompute %d", batch, level);
+    }
+    fail(
+        "--batch %d and --seq-len %d need %.0f MiB per rank, of which %.0f MiB are parameters, gradients and "
+        "moments; %.0f MiB are available: choose %s",
+        c.batch, c.seq_len, needs, fixed, available, advice);
 }
 
 // Gates and selections of the last forward pass, layer by layer, for log.jsonl; {} of layers without NSA, nothing where
@@ -51,25 +78,38 @@ Json summarise_layers(const Activations<Dev>& a) {
 template <class Dev>
 void dump_first_batch(const Config& c, Model<Dev>& model, Activations<Dev>& a, DataLoader& loader) {
     const NsaShape& s = a.shape;
-    Buffers buffers;
-    StateDump d;
-    d.precision = model.dev.format();
-    d.shape = s;
-    d.V = a.V;
-    d.inputs.resize(size_t(c.total_batch));
-    d.targets.resize(size_t(c.total_batch));
-    loader.next_batch(d.inputs.data(), d.targets.data(), s.B);
-    forward(model, a, d.inputs.data(), 0, s.T);
+    const int64_t B = s.B, T = s.T, blocks = s.slc_blocks();
+    const size_t words = size_t(s.selection_words()), queries = size_t(s.B) * s.G * s.T;
+    std::vector<int32_t> inputs(size_t(c.total_batch)), targets(inputs.size());
+    loader.next_batch(inputs.data(), targets.data(), s.B);
+    forward(model, a, inputs.data(), 0, s.T);
     const double tokens = double(c.total_batch);
-    d.loss = float(classify(model, a, d.targets.data(), 1 / tokens, true, &d.logits) / tokens);
+    std::vector<float> logits;
+    const float loss = float(classify(model, a, targets.data(), 1 / tokens, true, &logits) / tokens);
     backward(model, a);
-    d.add(view_tensors(model.dev, model.table.specs, model.master, "", buffers));
-    d.add(view_tensors(model.dev, model.table.specs, model.grads, "grad.", buffers));
+    Buffers buffers;
+    std::vector<TensorView> tensors = view_tensors(model.dev, model.table.specs, model.master, "", buffers);
+    for (const TensorView& t : view_tensors(model.dev, model.table.specs, model.grads, "grad.", buffers))
+        tensors.push_back(t);
+    tensors.push_back({"inputs", "I32", {B, T}, inputs.data(), inputs.size() * 4});
+    tensors.push_back({"targets", "I32", {B, T}, targets.data(), targets.size() * 4});
+    tensors.push_back(tensor_view("logits", {B, T, a.V}, logits.data()));
+    tensors.push_back(tensor_view("loss", {1}, &loss));
+    std::vector<std::vector<uint8_t>> selections(a.layer.size());  // a byte for each bit of the masks
     for (size_t i = 0; i < a.layer.size(); i++) {
-        d.selection.emplace_back();
         if (s.kind_of_layer(i) != NSA_LAYER) continue;
-        d.selection.back().resize(size_t(s.B) * s.G * s.T * s.selection_words());
-        model.dev.copy(d.selection.back().data(), a.layer[i].selection, d.selection.back().size());
+        std::vector<uint32_t> masks(queries * words);
+        std::vector<uint8_t>& bytes = selections[i];
+        model.dev.copy(masks.data(), a.layer[i].selection, masks.size());
+        for (size_t q = 0; q < queries; q++)
+            for (int j = 0; j < blocks; j++) bytes.push_back(is_selected(&masks[q * words], j));
+        const std::string name = format_text("layers.%d.selection", i);
+        tensors.push_back({name, "U8", {B, s.G, T, blocks}, bytes.data(), bytes.size()});
     }
-    write_state_dump(c.dump_state, std::move(d), config_json(c), command_line(c, "dump-state"));
+    write_safetensors(
+        c.dump_state,
+        {{"config", config_json(c)}, {"options", command_line(c, "dump-state")}, {"precision", model.dev.format()}},
+        tensors);
+    print("state:  loss %.6f, written to %s; compare it with: python3 dev/reference.py compare %s\n", double(loss),
+          printable(c.dump_state), shell_word(c.dump_state));
 }
