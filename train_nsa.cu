@@ -984,8 +984,7 @@ struct Run {
           data(open_training_data(c, w, tokenizer.get())),
           model(dev, c, true, w.rank, w.size),
           printer(c.steps, c.total_batch, c.log_every, data.train->samples_per_epoch()),
-          saver(w, {c.out, c.keep, c.keep_every, [this](const char* phase) { model.note_phase(phase); },
-                    [this] { printer.log->sync(); },
+          saver(w, {c.out, c.keep, c.keep_every, [this] { printer.log->sync(); },
                     [this, manifest] { return state_json(state, manifest, world.size, data.train->files()); },
                     [this] { return take_snapshot(model, world); }}) {}
 

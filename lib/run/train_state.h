@@ -52,11 +52,66 @@ struct TrainState {
 
 // The manifest's state; options: the run's own, as a JSON object; shards: those it trains on. Some JSON readers hold
 // integers as doubles, so the loader's four are strings.
-std::string state_json(const TrainState& s, const std::string& options, int ranks,
-                       const std::vector<std::string>& shards = {});
+inline std::string state_json(const TrainState& s, const std::string& options, int ranks,
+                              const std::vector<std::string>& shards = {}) {
+    std::string text = format_text("{\"tokens\": %d, \"last_update\": %d, \"bad_steps\": %d, \"ranks\": %d", s.tokens,
+                                   s.last_update, s.bad_steps, ranks);
+    text += ",\n \"loader\": [";
+    for (size_t i = 0; i < s.loader.size(); i++) text += format_text("%s\"%d\"", i ? ", " : "", s.loader[i]);
+    text += "],\n \"shards\": [";
+    for (size_t i = 0; i < shards.size(); i++) text += (i ? ",\n  " : "") + json_quote(shards[i], true);
+    text += "],\n \"losses\": " + Json::numbers(s.losses.values, "%.17g").to_text() +
+            ",\n \"norms\": " + Json::numbers(s.norms.values, "%.17g").to_text();
+    const auto add = [&](const char* name, const Validation& v) {
+        const Json json = {{"loss", {v.loss, "%.17g"}}, {"data", v.data}};
+        if (std::isfinite(v.loss)) text += std::string(",\n \"") + name + "\": " + json.to_text();
+    };
+    if (s.validation.step == s.step) add("validation", s.validation);  // see best_step
+    if (s.first_validation.step >= 0) add("first_validation", s.first_validation);
+    if (std::isfinite(s.first_loss)) text += format_text(",\n \"first_loss\": %.17g", s.first_loss);
+    if (s.left_validation) text += ",\n \"left_validation\": true";
+    return text + ",\n \"options\": " + options + "}";
+}
 
-TrainState read_state(const Checkpoint& checkpoint);
+inline uint64_t read_loader_integer(const std::string& text, const std::string& path, size_t i) {
+    char* end = nullptr;
+    errno = 0;
+    const uint64_t value = std::strtoull(text.c_str(), &end, 10);
+    if (text.empty() || text[0] < '0' || text[0] > '9' || *end || errno)
+        fail("%s: loader[%d] is %s, expected an integer", path, i, json_quote(text));
+    return value;
+}
 
-#ifndef COMPILED_APART  // see lib/cpu/kernels.cpp
-#include "train_state.cpp"
-#endif
+inline void read_window(OutlierWindow& window, const Checkpoint& checkpoint, const char* name) {
+    const std::string& path = checkpoint.path;
+    for (const Json& value : checkpoint.state.array(name, path))
+        window.values.push_back(value.number(path + ": " + name));
+    if (window.values.size() > OutlierWindow::SIZE)
+        fail("%s: %s has %d values, expected at most %d", path, name, window.values.size(), OutlierWindow::SIZE);
+}
+
+inline TrainState read_state(const Checkpoint& checkpoint) {
+    const std::string& path = checkpoint.path;
+    if (checkpoint.state.find("imported"))
+        fail("%s: import wrote weights alone, no state to resume: begin a run with them by --init-from", path);
+    TrainState state;
+    state.step = checkpoint.step;
+    state.last_update = checkpoint.state.integer("last_update", path);
+    state.bad_steps = checkpoint.state.integer("bad_steps", path);
+    const std::vector<Json>& loader = checkpoint.state.array("loader", path);
+    if (loader.size() != state.loader.size())
+        fail("%s: loader has %d integers, expected %d", path, loader.size(), state.loader.size());
+    for (size_t i = 0; i < loader.size(); i++)
+        state.loader[i] = read_loader_integer(loader[i].string(path + ": loader"), path, i);
+    state.tokens = uint64_t(checkpoint.state.integer("tokens", path));
+    for (const Json& name : checkpoint.state.array("shards", path))
+        state.shards.push_back(name.string(path + ": shards"));
+    if (const Json* const first = checkpoint.state.find("first_validation"))
+        state.first_validation = {0, first->number("loss", path), first->string("data", path)};
+    if (checkpoint.state.find("first_loss")) state.first_loss = checkpoint.state.number("first_loss", path);
+    state.was_validated = checkpoint.state.find("validation");
+    state.left_validation = checkpoint.state.find("left_validation");
+    read_window(state.losses, checkpoint, "losses");
+    read_window(state.norms, checkpoint, "norms");
+    return state;
+}
