@@ -341,15 +341,3 @@ void read_trained_config(Config& c, const std::string& folder) {
     if (branches != "all") c.branches = branches;
     if (c.vocab_dir.empty() && c.tokenizer == "gpt2") c.vocab_dir = vocabulary_of_checkpoint(folder);
 }
-
-TrainConfig trained_options(TrainConfig c, const Checkpoint& checkpoint) {
-    const std::string& path = checkpoint.path;
-    if (path.empty())
-        fail("%s/manifest.json is missing, which says what the run was validated on: give shards to --val-data",
-             checkpoint.folder);
-    const Json& then = checkpoint.state.get("options", path);
-    c.seed = then.integer("seed", path);
-    c.eval_batches = then.integer("eval_batches", path);
-    c.total_batch = then.integer("total_batch", path);
-    return c;
-}

@@ -71,9 +71,6 @@ Checkpoint chosen_checkpoint(const Config& c);
 // sample and so on; but --seq-len and --branches stay, where they were given.
 void read_trained_config(Config& c, const std::string& folder);
 
-// The options that decided what the run of a checkpoint was validated on.
-TrainConfig trained_options(TrainConfig c, const Checkpoint& checkpoint);
-
 #ifndef COMPILED_APART  // see lib/cpu/kernels.cpp
 #include "config_files.cpp"
 #endif

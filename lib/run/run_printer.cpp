@@ -18,7 +18,9 @@ static void print_run_data(const TrainConfig& c, const TrainingData& data) {
         print(
             "        its bytes are taken as the token ids 0..255: good for timing, not for learning GPT-2's tokens\n");
     if (data.val.empty()) print("        no validation: --val-data was not given\n");
-    else print("valid.: %s\n", data.describe_val());
+    for (const ValidationSet& set : data.val)
+        print("%s%s%s%s\n", &set == &data.val[0] ? "valid.: " : "        ", set.name, set.name.empty() ? "" : ": ",
+              printable(set.loader->describe()));
 }
 
 static void print_run_batch(const TrainConfig& c, int ranks, bool on_gpu) {

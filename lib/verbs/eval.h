@@ -60,14 +60,15 @@ inline void run_eval(Config c, World& world) {
     if (!c.is_given("batch")) c.batch = 1;
     const std::unique_ptr<Tokenizer> tokenizer =
         Tokenizer::find(c.tokenizer, c.vocab_dir, c.vocab_size, c.vocab_digest);
-    const EvaluationData data = open_evaluation_data(c, trained.checkpoint, world, tokenizer.get());
+    const TrainingData data = open_evaluation_data(c, trained.checkpoint, world, tokenizer.get());
     if (world.size > 1)
         require_same(world,
                      "weights: " + weights_digest(trained.checkpoint) + "\n" +
-                         same_run_lines(c, binary_digest(), 0, corpus_of(data.sets)),
+                         same_run_lines(c, binary_digest(), 0, corpus_of(data.val)),
                      "start all ranks with the same program, options, model and data");
-    const int64_t samples =
-        c.is_given("eval-batches") ? std::min(data.samples(), c.eval_batches * c.batch) : data.samples();
+    int64_t samples = 0;  // of the largest set
+    for (const auto& set : data.val) samples = std::max(samples, set.samples());
+    if (c.is_given("eval-batches")) samples = std::min(samples, c.eval_batches * c.batch);
     c.batch = std::min(c.batch, std::max<int64_t>(1, (samples + world.size - 1) / world.size));
     with_trained_model(c, *trained.weights, world, [&](auto& model) {
         auto& dev = model.dev;
@@ -83,7 +84,7 @@ inline void run_eval(Config c, World& world) {
                            format_text("eval: --batch %d with sequences of %d", c.batch, c.seq_len),
                            c.batch > 1 ? "choose a smaller --batch" : "choose a smaller --seq-len");
         std::string json;
-        for (const auto& set : data.sets) {
+        for (const auto& set : data.val) {
             EvalActivations a(dev, c, c.batch, c.seq_len, INFERENCE);
             const int64_t wanted = std::min(samples, set.samples());
             const EvalResult r(evaluate(model, a, *set.loader, wanted, world, tokenizer.get(), wait_for_others));
