@@ -1,15 +1,10 @@
 // device.cpp: the functions of device.h.
 #include "device.h"
 
-int count_threads(const World& world, int own, const std::string& list) {
-    if (world.size == 1) return own;
-    const std::vector<std::string> places = world.gather(world.machine + " " + list);
-    int sharers = 0, neighbours = 0;
-    for (const std::string& place : places) {
-        sharers += place == places[size_t(world.rank)];
-        neighbours += place.substr(0, place.find(' ')) == world.machine;
-    }
-    return std::max(1, own / (sharers == neighbours ? world.local_size : sharers));
+int count_threads(const World& world) {
+    const std::vector<std::string> places = world.gather(world.machine + " " + processor_list());
+    const auto sharers = std::count(places.begin(), places.end(), places[size_t(world.rank)]);
+    return std::max(1, usable_processors() / int(sharers));
 }
 
 // Ranks on GPUs and ranks on CPUs cannot sum gradients together.

@@ -33,12 +33,9 @@ struct Device {
     EngineInfo engine;  // the one for devices, whether it is in use or not
 };
 
-// How many of its machine's processors a rank takes: its share, or all of those that the launcher has bound it to.
-// own: the usable processors of this process; list: which ones, as text. All ranks call it, since they tell each other
-// their lists.
-int count_threads(const World& world, int own, const std::string& list);
-
-inline int count_threads(const World& world) { return count_threads(world, usable_processors(), processor_list()); }
+// How many of its machine's processors a rank takes: its share, or all of those that the launcher has bound it to. All
+// ranks call it, since they tell each other which they may use.
+int count_threads(const World& world);
 
 // --resume on another machine: options of the run that this one cannot honour give way, and the reason is kept
 // for the line that says so. What was given with --resume is refused instead. share: this rank's processors.

@@ -18,13 +18,6 @@ void require_run_folder(const std::string& folder) {
         fail("--out %s was removed or moved while the run went on", folder);
 }
 
-// A name beside this one that nothing has yet.
-static std::string unused_name_beside(const std::string& path) {
-    int n = 1;
-    while (file_exists(path + "." + std::to_string(n))) n++;
-    return path + "." + std::to_string(n);
-}
-
 // Whether these may also be somebody else's, who has given them this name; they are not where there is no run.
 static bool has_plain_name(const std::string& name) { return name == "halt" || name == VOCABULARY_OF_RUN; }
 
@@ -57,7 +50,9 @@ static std::string move_run_aside(const std::string& out, const std::vector<std:
     std::error_code error;
     const std::string real = std::filesystem::canonical(out, error).string();  // where a link or . leads
     if (error) fail("cannot find where %s leads: %s", out, error.message());
-    const std::string aside = unused_name_beside(real);
+    int n = 1;
+    while (file_exists(real + "." + std::to_string(n))) n++;
+    const std::string aside = real + "." + std::to_string(n);
     make_folders(aside);
     for (const std::string& name : files)
         if (std::rename((real + "/" + name).c_str(), (aside + "/" + name).c_str()) != 0)

@@ -1,51 +1,41 @@
 // run_printer.cpp: the functions of run_printer.h.
 #include "run_printer.h"
 
-static void print_run_ranks(const TrainConfig& c, const Machine& machine, const Partition& p) {
-    if (machine.world.size == 1) return;
-    print("ranks:  gradients travel %s, in %s, %s of %.1f MB, %s%s\n", machine.path.text, c.grad_reduce,
-          counted(int64_t(p.buckets()), "bucket"), double(p.bucket) * 4e-6,
-          p.buckets() > 1 ? "each as soon as it is final" : "at the end of the backward pass",
-          c.zero ? "; optimiser state is shared out over the ranks" : "");
-}
-
-static void print_run_data(const TrainConfig& c, const TrainingData& data) {
+void print_run(const TrainConfig& c, const Machine& machine, const TensorList& table, const Partition& partition,
+               const TrainingData& data, const std::string& weights) {
+    const World& world = machine.world;
+    const Device& device = machine.device;
+    const bool synthetic = c.data == "synthetic";
+    print("device: %s, because %s; %s (%s), %d on %s, %s each\n", machine.engine, device.reason,
+          counted(world.size, "rank"), world.launcher, world.local_size, world.host,
+          counted(device.threads, "CPU thread"));
+    if (!device.idle.empty()) print("        %s\n", device.idle);
+    if (world.size > 1)
+        print("ranks:  gradients travel %s, in %s, %s of %.1f MB, %s%s\n", machine.path.text, c.grad_reduce,
+              counted(int64_t(partition.buckets()), "bucket"), double(partition.bucket) * 4e-6,
+              partition.buckets() > 1 ? "each as soon as it is final" : "at the end of the backward pass",
+              c.zero ? "; optimiser state is shared out over the ranks" : "");
+    print("model:  %s, %d parameters (%s, width %d, %s attention), %s\n", c.model, table.parameters,
+          counted(c.layers, "layer"), c.dim, c.attention, printable(weights));
     print("data:   %s%s: %s; vocabulary %s, %d tokens\n",
-          c.data == "synthetic" ? "the built-in synthetic corpus" : printable(c.data),
+          synthetic ? "the built-in synthetic corpus" : printable(c.data),
           c.is_chosen("data") ? "" : ", because no --data was given", printable(data.train->describe()), c.tokenizer,
           c.vocab_size);
-    if (c.data == "synthetic" && c.tokenizer == "gpt2")
+    if (synthetic && c.tokenizer == "gpt2")
         print(
             "        its bytes are taken as the token ids 0..255: good for timing, not for learning GPT-2's tokens\n");
     if (data.val.empty()) print("        no validation: --val-data was not given\n");
     for (const ValidationSet& set : data.val)
         print("%s%s%s%s\n", &set == &data.val[0] ? "valid.: " : "        ", set.name, set.name.empty() ? "" : ": ",
               printable(set.loader->describe()));
-}
-
-static void print_run_batch(const TrainConfig& c, int ranks, bool on_gpu) {
     print("batch:  %d tokens a step = %s of %d x %s x %s; %s, %s schedule\n", c.total_batch,
-          counted(c.batch, "sequence"), c.seq_len, counted(ranks, "rank"),
-          counted(c.total_batch / (c.batch * c.seq_len * ranks), "micro-step"), counted(c.steps, "step"), c.schedule);
+          counted(c.batch, "sequence"), c.seq_len, counted(world.size, "rank"),
+          counted(c.total_batch / (c.batch * c.seq_len * world.size), "micro-step"), counted(c.steps, "step"),
+          c.schedule);
     if (!c.is_chosen("total-batch") && c.total_batch != preset_of(c).total_batch)
         print("        not the preset's %d tokens a step, %s; --total-batch sets them\n", preset_of(c).total_batch,
-              !on_gpu && is_too_large_for_cpu(c) ? "which would take long on a CPU"
-                                                 : "which ranks and --batch do not divide");
-}
-
-void print_run(const TrainConfig& c, const Machine& machine, const TensorList& table, const Partition& partition,
-               const TrainingData& data, const std::string& weights) {
-    const World& world = machine.world;
-    const Device& device = machine.device;
-    print("device: %s, because %s; %s (%s), %d on %s, %s each\n", machine.engine, device.reason,
-          counted(world.size, "rank"), world.launcher, world.local_size, world.host,
-          counted(device.threads, "CPU thread"));
-    if (!device.idle.empty()) print("        %s\n", device.idle);
-    print_run_ranks(c, machine, partition);
-    print("model:  %s, %d parameters (%s, width %d, %s attention), %s\n", c.model, table.parameters,
-          counted(c.layers, "layer"), c.dim, c.attention, printable(weights));
-    print_run_data(c, data);
-    print_run_batch(c, world.size, device.gpu);
+              !device.gpu && is_too_large_for_cpu(c) ? "which would take long on a CPU"
+                                                     : "which ranks and --batch do not divide");
 }
 
 void print_selected(const std::string& kernels) {
@@ -72,11 +62,8 @@ std::string write_bad_step(const std::string& out, const StepResult& s, int rank
         s.step, rank, s.loss, s.own_loss, s.norm, json_quote(tensor));
     for (size_t i = 0; i < s.tokens.size(); i++)
         text += (i % seq_len ? "," : i ? "],\n [" : "\n [") + std::to_string(s.tokens[i]);
-    try {
-        write_text_file(path, text + "]]}\n");
-    } catch (const Error& e) {
-        complain(e.what());
-    }
+    const std::string error = error_of([&] { write_text_file(path, text + "]]}\n"); });
+    if (!error.empty()) complain(error);
     return path;
 }
 
@@ -133,11 +120,6 @@ void RunPrinter::log_sample(int64_t step, const std::string& text) {
     log->add_record(begin_record(step).add("sample", text));
 }
 
-void RunPrinter::start(int64_t step) {
-    first_step = step;
-    begun = seconds_now();
-}
-
 double RunPrinter::lap() {
     const double now = seconds_now(), seconds = now - last_lap;
     last_lap = now;
@@ -148,7 +130,21 @@ double RunPrinter::lap() {
 void RunPrinter::print_step(const StepResult& s, double seconds, double peak_gpu_mib, bool last) {
     tokens = s.all_tokens;
     log->add_line(format_text("s:%d trl:%.6f lr:%.6e norm:%.4f", s.step, s.loss, s.lr, s.norm));
-    log->add_record(step_record(s, seconds, peak_gpu_mib));
+    Json record = begin_record(s.step);
+    record.add({{"loss", {s.loss, "%.6f"}},
+                {"lr", {s.lr, "%.6e"}},
+                {"grad_norm", {s.norm, "%.6f"}},
+                {"loss_z", {s.loss_z, "%.3f"}},
+                {"norm_z", {s.norm_z, "%.3f"}},
+                {"skipped", s.is_bad()},
+                {"ms", {seconds * 1e3, "%.2f"}},
+                {"tokens_per_s", {speed.back(), "%.1f"}},
+                {"tokens", s.all_tokens},
+                {"epoch", {double(s.samples) / double(epoch_samples), "%.6f"}},
+                {"peak_memory_mib", {peak_resident_bytes() / (1 << 20), "%.1f"}}});
+    if (peak_gpu_mib) record.add("peak_gpu_memory_mib", {peak_gpu_mib, "%.1f"});
+    if (!s.layers.items.empty()) record.add("layers", s.layers);
+    log->add_record(record);
     unprinted_seconds += seconds, unprinted_steps++;
     const bool due = log_every ? s.step % log_every == 0 : seconds_now() >= last_printed + 1;
     if (!due && s.step != first_step + 1 && s.step != steps && !last && !s.is_bad()) return;
@@ -193,18 +189,14 @@ void RunPrinter::print_choices(int64_t step, const ChoiceResult& r) {
         {{"hellaswag", {r.accuracy_per_token(), "%.6f"}}, {"hellaswag_plain", {r.accuracy(), "%.6f"}}}));
 }
 
-void RunPrinter::print_recall() const {
-    const double chance = std::log(SYNTHETIC_ALPHABET);
-    if (last_recall < 0) return;
-    print("recall: %.2f for a letter of a name that was last seen beyond the window, guessing costs %.2f: %s\n",
-          last_recall, chance,
-          last_recall < 1              ? "the model looks such names up"
-          : last_recall < 0.9 * chance ? "the model has begun to look such names up"
-                                       : "the model does not look such names up, it guesses");
-}
-
 void RunPrinter::print_done(int64_t step, double peak_device_mib, const std::string& device) {
-    print_recall();
+    const double chance = std::log(SYNTHETIC_ALPHABET);
+    if (last_recall >= 0)
+        print("recall: %.2f for a letter of a name that was last seen beyond the window, guessing costs %.2f: %s\n",
+              last_recall, chance,
+              last_recall < 1              ? "the model looks such names up"
+              : last_recall < 0.9 * chance ? "the model has begun to look such names up"
+                                           : "the model does not look such names up, it guesses");
     std::sort(speed.begin(), speed.end());
     const double tokens_per_second = speed.empty() ? 0 : speed[speed.size() / 2],  // the median
         rate = flops_per_token * tokens_per_second / ranks;
@@ -212,7 +204,7 @@ void RunPrinter::print_done(int64_t step, double peak_device_mib, const std::str
           duration_text(seconds_now() - begun),
           speed.empty() ? "" : format_text("median %.0f tokens/s, ", tokens_per_second),
           peak_device_mib ? format_text("%.0f MiB on the %s, of the host ", peak_device_mib, device) : "",
-          peak_memory_mib(), ranks > 1 ? " on rank 0" : "");
+          peak_resident_bytes() / (1 << 20), ranks > 1 ? " on rank 0" : "");
     if (speed.empty()) return;
     print("        %.1f MFLOP a token by the model's own count: %s TFLOP/s%s%s\n", flops_per_token * 1e-6,
           format_text(rate < 1e13 ? "%.3f" : "%.1f", rate * 1e-12), ranks > 1 ? " on each rank" : "",
@@ -227,7 +219,8 @@ void RunPrinter::print_reductions(const ReduceTimes& times) {
               std::min(times.exposed, times.total) * 1e3 / double(times.steps));
 }
 
-void RunPrinter::warn_of_rise(const TrainState& state) {
+// Warns if a run ends worse than it began. Losses of single steps differ by chance, so the last few count together.
+static void warn_of_rise(const TrainState& state) {
     const bool is_validated = state.validation.step > state.first_validation.step;
     const std::vector<double>& losses = state.losses.values;
     const auto few = losses.end() - std::min<std::ptrdiff_t>(8, std::ptrdiff_t(losses.size()));
@@ -278,22 +271,4 @@ void RunPrinter::print_end(Stop stop, const TrainState& state, const TrainConfig
         print("next:   %s sample --from %s%s --prompt \"...\"\n        %s report --from %s --html %s\n",
               shell_word(program_name), shell_word(c.out), has_vocabulary ? "" : " --vocab-dir DIR",
               shell_word(program_name), shell_word(c.out), shell_word(c.out + ".html"));
-}
-
-Json RunPrinter::step_record(const StepResult& s, double seconds, double peak_gpu_mib) const {
-    Json record = begin_record(s.step);
-    record.add({{"loss", {s.loss, "%.6f"}},
-                {"lr", {s.lr, "%.6e"}},
-                {"grad_norm", {s.norm, "%.6f"}},
-                {"loss_z", {s.loss_z, "%.3f"}},
-                {"norm_z", {s.norm_z, "%.3f"}},
-                {"skipped", s.is_bad()},
-                {"ms", {seconds * 1e3, "%.2f"}},
-                {"tokens_per_s", {speed.back(), "%.1f"}},
-                {"tokens", s.all_tokens},
-                {"epoch", {double(s.samples) / double(epoch_samples), "%.6f"}},
-                {"peak_memory_mib", {peak_memory_mib(), "%.1f"}}});
-    if (peak_gpu_mib) record.add("peak_gpu_memory_mib", {peak_gpu_mib, "%.1f"});
-    if (!s.layers.items.empty()) record.add("layers", s.layers);
-    return record;
 }

@@ -27,9 +27,6 @@
 #include "../base/clock.h"
 #include "world.h"
 
-// The most memory that this process has had on the host.
-inline double peak_memory_mib() { return peak_resident_bytes() / (1 << 20); }
-
 // ---------------------------------------------------------------------------------------------------------------------
 // Before the first step.
 
@@ -99,7 +96,7 @@ struct RunPrinter {
 
     void log_sample(int64_t step, const std::string& text);
 
-    void start(int64_t step);
+    void start(int64_t step) { first_step = step, begun = seconds_now(); }
     void start_clock() { started = last_lap = seconds_now(); }
 
     // The seconds since the step before.
@@ -114,24 +111,16 @@ struct RunPrinter {
 
     void print_choices(int64_t step, const ChoiceResult& r);
 
-    // Says what the recall loss of the built-in corpus means: its names lie farther back than the window reaches.
-    void print_recall() const;
-
+    // With what the recall loss of the built-in corpus means: its names lie farther back than the window reaches.
     // device: what the engine calls its devices.
     void print_done(int64_t step, double peak_device_mib, const std::string& device);
 
     // times: total and exposed seconds of all steps together.
     static void print_reductions(const ReduceTimes& times);
 
-    // Warns if a run ends worse than it began. Losses of single steps differ by chance, so the last few count together.
-    static void warn_of_rise(const TrainState& state);
-
     // Prints the run's last lines, or fails with the error that a run ends with although it reached its last step.
     void print_end(Stop stop, const TrainState& state, const TrainConfig& c, const CheckpointSaver& saver,
                    bool has_vocabulary) const;
-
-  private:
-    Json step_record(const StepResult& s, double seconds, double peak_gpu_mib) const;
 };
 
 #ifndef COMPILED_APART  // see lib/cpu/kernels.cpp
