@@ -155,7 +155,7 @@ static void bench_step(const Config& c, bool bf16, int steps) {
     Timed<Cpu<float>> dev;
     dev.gemm.bf16 = bf16;
     perf_on(dev, c, steps);
-    print("peak memory %.0f MiB\n", peak_memory_mib());
+    print("peak memory %.0f MiB\n", peak_resident_bytes() / (1 << 20));
 }
 
 static void bench_rate(const Config& c, bool bf16, const std::string& name, int steps) {

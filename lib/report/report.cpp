@@ -45,7 +45,9 @@ static std::set<std::string> find_other_sets(const std::vector<RunHistory>& runs
 }
 
 static std::string lowest_text(const LogSeries& series) {
-    const LogPoint best = lowest_point(series);
+    LogPoint best = {0, 0, 0, INFINITY};
+    for (const LogPoint& p : series)
+        if (p.value < best.value) best = p;
     return std::isfinite(best.value) ? format_text("%.4f, step %.0f", best.value, best.step) : "n/a";
 }
 
@@ -122,14 +124,6 @@ static Json series_json(const LogSeries& series) {
     return points;
 }
 
-// Of several runs the layers are not drawn.
-static Json numbers_json(const RunHistory& run, bool alone) {
-    Json all(Json::Object);
-    for (const auto& [name, series] : run.numbers)
-        if (alone || name.find("/layer_") == std::string::npos) all.add(name, series_json(series));
-    return all;
-}
-
 static Json start_json(const LogStart& start) {
     Json all = {{"step", {start.at.step, "%.0f"}},
                 {"tokens", {start.at.tokens, "%.0f"}},
@@ -143,10 +137,12 @@ static Json start_json(const LogStart& start) {
 }
 
 static std::string run_json(const RunHistory& run, const std::vector<std::string>& values, bool alone) {
-    Json options(Json::Object), starts(Json::Array), skipped(Json::Array);
+    Json options(Json::Object), starts(Json::Array), skipped(Json::Array), numbers(Json::Object);
     for (const auto& [name, value] : run.options) options.add(name, value);
     for (const LogStart& start : run.starts) starts.items.push_back(start_json(start));
     for (const LogPoint& p : run.skipped) skipped.items.push_back(Json::numbers({p.step, p.tokens}, "%.0f"));
+    for (const auto& [name, series] : run.numbers)  // of several runs the layers are not drawn
+        if (alone || name.find("/layer_") == std::string::npos) numbers.add(name, series_json(series));
     Json all = {{"folder", run.folder},
                 {"values", Json::list(values)},
                 {"options", options},
@@ -157,17 +153,7 @@ static std::string run_json(const RunHistory& run, const std::vector<std::string
                 {"gpt2", run.option("tokenizer") == "gpt2" && run.fact("vocab_size") == GPT2_VOCABULARY},
                 {"sample_step", run.sample_step},
                 {"sample", run.sample}};
-    return all.add("numbers", numbers_json(run, alone)).to_text(Json::COMPACT);
-}
-
-static std::string describe_runs(const std::vector<RunHistory>& runs, double now) {
-    std::string text;
-    const RunHistory& run = runs[0];
-    if (runs.size() == 1 && !run.options.empty())
-        text = format_text("%s preset, %s attention, %s vocabulary, sequences of %s, %s tokens a step. ",
-                           run.option("model"), run.option("attention"), run.option("tokenizer"), run.option("seq_len"),
-                           run.option("total_batch"));
-    return text + "Report of " + utc_text(TIME_FORMAT, now) + ".";
+    return all.add("numbers", std::move(numbers)).to_text(Json::COMPACT);
 }
 
 // While one of the runs goes on, the page asks to be read again.
@@ -186,7 +172,12 @@ std::string make_report_page(const std::vector<RunHistory>& runs, double now) {
     std::string page(file_report_page, file_report_page_end);
     const std::string refresh = "<meta http-equiv=\"refresh\" content=\"30\">\n";
     if (done) page.erase(page.find(refresh), refresh.size());
-    const Json head = {{"about", describe_runs(runs, now)}, {"names", Json::list(names)}, {"sets", Json::list(sets)}};
+    std::string about = "Report of " + utc_text(TIME_FORMAT, now) + ".";
+    if (const RunHistory& run = runs[0]; runs.size() == 1 && !run.options.empty())
+        about = format_text("%s preset, %s attention, %s vocabulary, sequences of %s, %s tokens a step. %s",
+                            run.option("model"), run.option("attention"), run.option("tokenizer"),
+                            run.option("seq_len"), run.option("total_batch"), about);
+    const Json head = {{"about", about}, {"names", Json::list(names)}, {"sets", Json::list(sets)}};
     // Each run is written as it is read: as values the numbers of many runs would take much memory.
     std::string json = head.to_text(Json::COMPACT);
     json.replace(json.size() - 1, 1, ",\"runs\":[" + joined_words(of_runs, ",\n") + "]}\n");

@@ -73,13 +73,6 @@ inline double last_value(const LogSeries& series) {
     return series.empty() ? std::numeric_limits<double>::quiet_NaN() : series.back().value;
 }
 
-inline LogPoint lowest_point(const LogSeries& series) {
-    LogPoint best = {0, 0, 0, std::numeric_limits<double>::infinity()};
-    for (const LogPoint& p : series)
-        if (p.value < best.value) best = p;
-    return best;
-}
-
 // The upper median of the finite values, as a run itself prints it; NaN where there are none.
 inline double median_value(const LogSeries& series) {
     std::vector<double> values;

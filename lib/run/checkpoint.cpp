@@ -263,13 +263,12 @@ void remove_old_checkpoints(const std::string& run, int64_t keep, int64_t keep_e
         for (int64_t step : old) {
             const std::string folder = checkpoint_folder(run, step), name = name_of(folder) + ".removing";
             if (folder == intact || step == best) continue;
-            try {
+            const std::string error = error_of([&] {
                 remove_tree(run + "/" + name);  // left by a removal that failed
                 rename_path(folder, run + "/" + name);
                 removing.push_back(name);
-            } catch (const Error& e) {
-                complain(e.what());
-            }
+            });
+            if (!error.empty()) complain(error);
         }
         if (removing.empty()) return;
         sync_folder(run);  // a power cut must not bring back the name of a folder that has lost files
@@ -281,12 +280,11 @@ void remove_old_checkpoints(const std::string& run, int64_t keep, int64_t keep_e
 
 void clean_leftovers(const std::string& run, const Complain& complain) {
     if (!file_exists(run)) return;
-    try {
-        std::vector<std::string> leftovers;
+    std::vector<std::string> leftovers;
+    const std::string error = error_of([&] {
         for (const std::string& name : folder_entries(run))
             if (parse_step(name, ".writing") >= 0 || parse_step(name, ".removing") >= 0) leftovers.push_back(name);
-        remove_renamed(run, leftovers, complain);
-    } catch (const Error& e) {
-        complain(e.what());
-    }
+    });
+    if (!error.empty()) complain(error);
+    remove_renamed(run, leftovers, complain);
 }

@@ -50,12 +50,11 @@ void read_config_json(Config& c, const std::string& path) {
         values.emplace_back(&o, o.integer ? std::to_string(root.get(key, path).whole_number(path + ": " + key))
                                           : root.string(key, path));
     }
-    try {
+    const std::string error = error_of([&] {
         for (const auto& [option, value] : values) set_option(c, *option, value);
         validate_model(c, "contradiction");
-    } catch (const Error& e) {
-        fail("%s: %s", path, e.what());
-    }
+    });
+    if (!error.empty()) fail("%s: %s", path, error);
     c.vocab_size = root.get("vocab_size", path).whole_number(path + ": vocab_size");
     const bool is_bytes = c.tokenizer == "bytes";
     if (is_bytes ? c.vocab_size != 256 : c.vocab_size < 257 || c.vocab_size > 65536)
@@ -110,13 +109,9 @@ void require_same_model(const ModelConfig& c, const std::string& checkpoint, con
         if (asked.keys[i] == "vocab_digest" && !saved.find("vocab_digest")) continue;  // it was not known
         const Json& now = asked.items[i];
         const Json& then = saved.get(asked.keys[i], path);
-        const bool same =
-            now.kind == Json::String ? then.string(path) == now.text : then.number(path) == now.number_value;
-        if (same) continue;
+        if (now.kind == Json::String ? then.string(path) == now.text : then.number(path) == now.number_value) continue;
         fail("cannot %s from %s: %s is %s there and %s in this run; leave the option out, or %s", verb, path,
-             asked.keys[i] == "vocab_digest" ? "the digest of --vocab-dir" : asked.keys[i],
-             then.kind == Json::String ? then.text : format_text("%.15g", then.number_value),
-             now.kind == Json::String ? now.text : format_text("%.15g", now.number_value),
+             asked.keys[i] == "vocab_digest" ? "the digest of --vocab-dir" : asked.keys[i], then.text, now.text,
              may_begin ? "begin a new run with --init-from" : "give the same");
     }
 }
@@ -211,12 +206,11 @@ bool inherit_options(Config& c) {
         const Json* const old = then.find(underscored(o.name));
         if (!old || !is_inherited(o)) continue;
         std::string was;
-        try {
+        const std::string error = error_of([&] {
             was = value_text(*old, o);
             if (!is_automatic(o, was)) overlay(c, o, was, Source::RUN_JSON);
-        } catch (const Error& e) {
-            fail("%s: %s; %s", path, e.what(), MEND_RUN_JSON);
-        }
+        });
+        if (!error.empty()) fail("%s: %s; %s", path, error, MEND_RUN_JSON);
         require_unchanged(c, o, was, folder);
     }
     const std::string of_run = folder + "/" + VOCABULARY_OF_RUN;
@@ -261,11 +255,8 @@ void read_options_file(Config& c, bool prints) {
         if (name == "batch" && text == "auto") continue;  // as if it were not there
         if (c.setting_of(name).source == Source::CONFIG_FILE) fail_usage("%s: --%s stands there twice", path, o->name);
         Config there = c;
-        try {
-            set_option(there, *o, text);
-        } catch (const Error& e) {
-            fail_usage("%s: %s", path, e.what());
-        }
+        const std::string error = error_of([&] { set_option(there, *o, text); });
+        if (!error.empty()) fail_usage("%s: %s", path, error);
         if (overlay(c, *o, text, Source::CONFIG_FILE)) count++;
         else
             overridden += format_text("%s --%s %s (there %s)", overridden.empty() ? "; the command line:" : ",",

@@ -27,11 +27,9 @@ static void start_threads(int count) {
     std::string error;
     {
         const std::lock_guard<std::mutex> until_all_are_there(held);
-        try {
+        error = error_of([&] {
             for (int i = 1; i < count; i++) threads.emplace_back([&] { const std::lock_guard<std::mutex> wait(held); });
-        } catch (const std::exception& e) {
-            error = error_text(e);
-        }
+        });
     }
     for (std::thread& thread : threads) thread.join();
     if (!error.empty())

@@ -50,7 +50,6 @@ struct EvalResult {
     double range_loss[POSITION_RANGES] = {};  // mean over the tokens of a range of positions
     uint64_t range_tokens[POSITION_RANGES] = {};
 
-    EvalResult() = default;
     explicit EvalResult(const std::vector<EvalSums>& sums) : samples(sums.size()) {
         EvalSums total;
         for (const EvalSums& s : sums) {

@@ -1,18 +1,6 @@
 // options.cpp: the functions of options.h.
 #include "options.h"
 
-const VerbName* verb_named(const std::string& name) {
-    const auto found =
-        std::find_if(std::begin(VERBS), std::end(VERBS), [&](const VerbName& v) { return name == v.name; });
-    return found == std::end(VERBS) ? nullptr : found;
-}
-
-const Option* find_option(const std::string& name) {
-    const auto found =
-        std::find_if(std::begin(OPTIONS), std::end(OPTIONS), [&](const Option& o) { return name == o.name; });
-    return found == std::end(OPTIONS) ? nullptr : found;
-}
-
 std::string underscored(std::string name) {
     std::replace(name.begin(), name.end(), '-', '_');
     return name;
@@ -275,7 +263,6 @@ void validate_model(const ModelConfig& c, const char* where) {
         fail_usage("%s: --cmp-block %d is not a multiple of --cmp-stride %d", where, c.cmp_block, c.cmp_stride);
     if (c.slc_block % c.cmp_stride)
         fail_usage("%s: --slc-block %d is not a multiple of --cmp-stride %d", where, c.slc_block, c.cmp_stride);
-    if (c.slc_count < 3) fail_usage("%s: --slc-count %d; at least 3 blocks are always selected", where, c.slc_count);
     const std::vector<LayerKind> kinds = layer_kinds(c.attention);
     if (kinds.empty())
         fail_usage(

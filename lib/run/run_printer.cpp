@@ -67,37 +67,6 @@ std::string write_bad_step(const std::string& out, const StepResult& s, int rank
     return path;
 }
 
-Json summarise_layer(const std::vector<float>& gate, const std::vector<uint32_t>& masks, size_t words,
-                     const std::vector<float>& chosen) {
-    const size_t rows = gate.size() / 3, queries = masks.size() / words;
-    double mean[3] = {}, entropy = 0, importance = 0;
-    for (size_t r = 0; r < rows; r++) {
-        const double sum = gate[r] + gate[rows + r] + gate[2 * rows + r];
-        for (int b = 0; b < 3; b++) {
-            const double share = gate[b * rows + r] / sum;
-            mean[b] += gate[b * rows + r] / double(rows);
-            if (share > 0) entropy -= share * std::log(share) / double(rows);
-        }
-    }
-    uint64_t selected = 0, largest = 0;
-    for (size_t q = 0; q < queries; q++) {
-        uint64_t count = 0;
-        for (size_t j = 0; j < words; j++) count += uint64_t(__builtin_popcount(masks[q * words + j]));
-        selected += count;
-        largest = std::max(largest, count);
-    }
-    for (float share : chosen) importance += share / double(chosen.size());
-    const double all = mean[0] + mean[1] + mean[2];
-    std::vector<double> gates(mean, mean + 3), shares;
-    for (const double gate_mean : gates) shares.push_back(gate_mean / all);
-    return {{"gate", Json::numbers(gates, "%.4f")},
-            {"gate_share", Json::numbers(shares, "%.4f")},
-            {"gate_entropy", {entropy, "%.4f"}},
-            {"blocks_mean", {double(selected) / double(queries), "%.2f"}},
-            {"blocks_max", largest},
-            {"importance_selected", {importance, "%.4f"}}};
-}
-
 // How each line of log.jsonl begins. time: of the day, which somebody may set; clock: counts the seconds at work.
 static Json begin_record(int64_t step) {
     return {{"step", step}, {"time", {unix_time(), "%.3f"}}, {"clock", {seconds_now(), "%.3f"}}};

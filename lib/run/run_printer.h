@@ -65,11 +65,6 @@ std::string bad_step_text(const StepResult& s, const std::vector<std::string>& f
 std::string write_bad_step(const std::string& out, const StepResult& s, int rank, const std::string& tensor,
                            size_t seq_len);
 
-// One layer's gates (3, rows), selection masks (queries, words) and chosen shares of the importance (queries), as JSON:
-// mean gate and share of each branch, the gates' entropy, selected blocks, share of the importance that fell on them.
-Json summarise_layer(const std::vector<float>& gate, const std::vector<uint32_t>& masks, size_t words,
-                     const std::vector<float>& chosen);
-
 // Prints and logs on rank 0 while the run goes on. The other ranks have one too, for its clocks.
 struct RunPrinter {
     const int64_t steps, total_batch, log_every;  // --steps, --total-batch, --log-every

@@ -105,8 +105,8 @@ inline RunStart open_run(const Config& c, const Machine& machine, const TensorLi
     if (says && writes) prepare_run_folder(c.out, resumes, has_steps ? manifest_json(c) : "", record);
     world.barrier();
     if (writes) require_shared_folder(world, c.out);
-    const std::string heartbeat = format_text("%s/heartbeat_rank%d.jsonl", c.out, world.rank);
-    if (writes) world.watchdog.write_heartbeats(heartbeat, world.rank);
+    if (writes)
+        world.watchdog.write_heartbeats(format_text("%s/heartbeat_rank%d.jsonl", c.out, world.rank), world.rank);
     return start;
 }
 

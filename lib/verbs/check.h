@@ -14,11 +14,9 @@
 #include "../run/memory_needs.h"
 #include "../run/options.h"
 
-inline const char* tick(bool there) { return there ? "\u2713" : "\u2717"; }
-
 template <class... Values>
 void print_check(bool good, const char* format, const Values&... values) {
-    print("%s %s\n", tick(good), printable(format_text(format, values...)));
+    print("%s %s\n", good ? "\u2713" : "\u2717", printable(format_text(format, values...)));
 }
 
 // A small model in fp64 and its gradient under --recompute; the tests take it too.
@@ -68,10 +66,9 @@ inline bool check_gradients() {
         const bool recomputed =
             SelfTest(1, options).has_same_gradients(keeps_all) && SelfTest(2, options).has_same_gradients(keeps_all);
         const std::string with = *options ? std::string(" with ") + options : "";
-        print_check(right, "gradients    worst error of the fp64 self-test%s %.1e, limit %.0e", with.c_str(), worst,
-                    limit);
+        print_check(right, "gradients    worst error of the fp64 self-test%s %.1e, limit %.0e", with, worst, limit);
         print_check(recomputed, "recompute    --recompute 1 and 2 %s the gradients' bits%s",
-                    recomputed ? "keep" : "change", with.c_str());
+                    recomputed ? "keep" : "change", with);
         good = good && right && recomputed;
     }
     return good;
@@ -118,13 +115,13 @@ inline void print_machine(const Machine& machine) {
     const Device& d = machine.device;
     const EngineInfo& engine = machine.build.engine;
     const std::string& mpi = machine.build.mpi;
-    print_check(true, "version      %s", machine.build.version.c_str());
-    print_check(true, "compiler     %s, vectors of %d bytes", machine.build.compiler.c_str(), VECTOR_BYTES);
+    print_check(true, "version      %s", machine.build.version);
+    print_check(true, "compiler     %s, vectors of %d bytes", machine.build.compiler, VECTOR_BYTES);
     print_check(true, "CPU engine   %d of %d usable processors", d.threads, usable_processors());
-    print_check(d.gpu, "%-12s %s%s", (engine.name + " engine").c_str(),
-                d.gpu ? "" : "not used: ", d.gpu ? machine.engine.c_str() : d.reason.c_str());
+    print_check(d.gpu, "%-12s %s%s", engine.name + " engine",
+                d.gpu ? "" : "not used: ", d.gpu ? machine.engine : d.reason);
     print_check(!mpi.empty(), "MPI          %s",
-                mpi.empty() ? "not in this build: one process only; make deps && make train_nsa" : mpi.c_str());
+                mpi.empty() ? "not in this build: one process only; make deps && make train_nsa" : mpi);
     if (engine.collective.empty() && !engine.format.empty())
         print("  gradients    of several devices travel through the host, because %s\n", engine.no_collective);
     if (!engine.attention_kernels.empty())

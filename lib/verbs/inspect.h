@@ -40,13 +40,6 @@ inline std::vector<std::string> show_tokens(const std::vector<std::string>& byte
     return shown;
 }
 
-inline int64_t count_nsa_layers(const ModelConfig& c) {
-    const NsaShape s = shape_of(c, 1, 1);
-    int64_t count = 0;
-    for (int64_t i = 0; i < c.layers; i++) count += s.kind_of_layer(size_t(i)) == NSA_LAYER;
-    return count;
-}
-
 class Inspection {
   public:
     static constexpr size_t MAX_TOKENS = 16384;  // the page would be of no use
@@ -66,21 +59,31 @@ class Inspection {
         const std::string& text = texts[0];
         if (text.empty()) fail("--text %s holds no text", file);
         warn_of_end_of_text(texts, "--text " + file);
-        take_tokens(tokenizer.encode(text), file);
+        const std::vector<uint16_t> ids = tokenizer.encode(text);
+        const size_t shown = std::min(ids.size(), MAX_TOKENS - 1);
+        if (shown < ids.size())
+            print("inspect: the first %d of the %d tokens in %s; a page shows no more: cut the text\n", shown,
+                  ids.size(), printable(file));
+        tokens = {tokenizer.end_of_text};
         std::vector<std::string> bytes = {""};
-        for (size_t i = 1; i < tokens.size(); i++) bytes.push_back(tokenizer.decode({uint16_t(tokens[i])}));
-        tokens[0] = tokenizer.end_of_text;
+        for (size_t i = 0; i < shown; i++) {
+            tokens.push_back(ids[i]);
+            bytes.push_back(tokenizer.decode({ids[i]}));
+        }
         if (int64_t(tokens.size()) > c.seq_len)
             complain(
                 "a text of %d tokens, and the model was trained on %d at a time: what it selects "
                 "beyond that length it has not learnt",
                 tokens.size() - 1, c.seq_len);
+        const NsaShape s = shape_of(c, 1, 1);
+        int nsa_layers = 0;
+        for (int64_t i = 0; i < c.layers; i++) nsa_layers += s.kind_of_layer(size_t(i)) == NSA_LAYER;
         json = INSPECTED_BEGINNING;
         json += "\"checkpoint\": " + json_quote(folder, true) + ", \"text\": " + json_quote(file, true) +
                 ",\n\"shape\": " +
-                Json{{"layers", count_nsa_layers(c)}, {"heads", c.heads},           {"kv_groups", c.kv_groups},
-                     {"cmp_block", c.cmp_block},      {"cmp_stride", c.cmp_stride}, {"slc_block", c.slc_block},
-                     {"slc_count", c.slc_count},      {"window", c.window},         {"seq_len", c.seq_len}}
+                Json{{"layers", nsa_layers},     {"heads", c.heads},           {"kv_groups", c.kv_groups},
+                     {"cmp_block", c.cmp_block}, {"cmp_stride", c.cmp_stride}, {"slc_block", c.slc_block},
+                     {"slc_count", c.slc_count}, {"window", c.window},         {"seq_len", c.seq_len}}
                     .to_text() +
                 ",\n\"ids\": [";
         add_list(tokens, [](int32_t id) { return std::to_string(id); });
@@ -131,15 +134,9 @@ class Inspection {
                 totals[size_t(t)] = format_text("%.4g", double(total));
                 gates[size_t(t)] = "[" + of_heads + "]";
             }
-            json += g ? ",\n {" : "\n {";
-            const std::pair<const char*, const std::vector<std::string>&> parts[] = {
-                {"blocks", blocks}, {"importances", importances}, {"all_importance", totals}, {"gates", gates}};
-            for (const auto& [name, values] : parts) {
-                json += std::string(&values == &blocks ? "\"" : ",\n  \"") + name + "\": [";
-                add_list(values, [](const std::string& text) { return text; });
-                json += "]";
-            }
-            json += "}";
+            json += std::string(g ? "," : "") + "\n {\"blocks\": [" + joined_words(blocks, ",") +
+                    "],\n  \"importances\": [" + joined_words(importances, ",") + "],\n  \"all_importance\": [" +
+                    joined_words(totals, ",") + "],\n  \"gates\": [" + joined_words(gates, ",") + "]}";
         }
         json += "]}";
     }
@@ -159,16 +156,6 @@ class Inspection {
   private:
     std::string json;
     int layers = 0;
-
-    // The text's first tokens, as many as a page shows, after the end-of-text that stands before every document.
-    void take_tokens(const std::vector<uint16_t>& text, const std::string& file) {
-        const size_t shown = std::min(text.size(), MAX_TOKENS - 1);
-        tokens = {0};
-        tokens.insert(tokens.end(), text.begin(), text.begin() + std::ptrdiff_t(shown));
-        if (shown < text.size())
-            print("inspect: the first %d of the %d tokens in %s; a page shows no more: cut the text\n", shown,
-                  text.size(), printable(file));
-    }
 
     template <class List, class Text>
     void add_list(const List& list, Text text) {

@@ -4,7 +4,8 @@
 #include "../data/tokenize.h"
 #include "../run/options.h"
 
-inline TokenizeOptions tokenize_options(const Config& c) {
+// vocabulary or tokenize.
+inline void run_on_texts(const Config& c, Verb verb) {
     TokenizeOptions o;
     static_cast<TokenizeConfig&>(o) = c;
     o.out = c.out;
@@ -12,11 +13,6 @@ inline TokenizeOptions tokenize_options(const Config& c) {
     o.vocab_dir = c.vocab_dir;
     o.threads = int(c.threads ? c.threads : usable_processors());
     if (!c.tokenizer.empty()) o.tokenizer = c.tokenizer;
-    return o;
-}
-
-// vocabulary or tokenize.
-inline void run_on_texts(const Config& c, Verb verb) {
-    if (verb == VOCABULARY) train_vocabulary(tokenize_options(c));
-    else tokenize_files(tokenize_options(c));
+    if (verb == VOCABULARY) train_vocabulary(o);
+    else tokenize_files(o);
 }
