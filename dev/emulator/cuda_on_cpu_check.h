@@ -230,6 +230,9 @@ EMU_HOOK void __ubsan_on_report() {
     EMU_HOOK type __tsan_atomic##bits##_fetch_sub(volatile type* p, type v, int) {                                   \
         return __atomic_fetch_sub(p, v, __ATOMIC_SEQ_CST);                                                           \
     }                                                                                                                \
+    EMU_HOOK type __tsan_atomic##bits##_fetch_or(volatile type* p, type v, int) {                                    \
+        return __atomic_fetch_or(p, v, __ATOMIC_SEQ_CST);                                                            \
+    }                                                                                                                \
     EMU_HOOK int __tsan_atomic##bits##_compare_exchange_strong(volatile type* p, type* expected, type v, int, int) { \
         return __atomic_compare_exchange_n(p, expected, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);               \
     }

@@ -80,7 +80,7 @@ TEST(shard_writer_leaves_nothing_unfinished) {
     const uint16_t tokens[] = {1, 2, 3};
     ShardWriter(folder.file("corpus"), "val", 0, 10, 256).write(tokens, 1);  // not closed
     CHECK_EQUAL(glob_files(folder.file("*")).size(), 0u);
-    make_folders(folder.file("blocked/x_val_000000.bin.tmp"));
+    make_folders(folder.file("blocked/x_val_000000.bin.tmp/in the way"));
     ShardWriter blocked(folder.file("blocked/x"), "val", 0, 10, 256);
     CHECK_FAILS(1, "blocked/x_val_000000.bin.tmp", blocked.write(tokens, 1));
 }
