@@ -76,8 +76,9 @@ LEVEL := $(if $(SAN),-O1,-O3)
 # What is compiled beside a program, once for all of them. APART= on the command line: in one piece, which is less work
 # for one program that nobody builds again.
 APART := $(patsubst lib/%.cpp,$(BUILD)/%.o,$(wildcard lib/*/*.cpp))
+# GCC 9 takes parameters for unused that only one branch of an `if constexpr` reads.
 FLAGS := -std=c++17 -DBUILD_FOLDER=$(BUILD) -fno-math-errno -fno-trapping-math -pthread -Wall -Wextra \
-  $(if $(WERROR),-Werror) $(if $(APART),-DCOMPILED_APART) $(MARCH:%=-march=%) $(ACCEPTED) \
+  -Wno-unused-but-set-parameter $(if $(WERROR),-Werror) $(if $(APART),-DCOMPILED_APART) $(MARCH:%=-march=%) $(ACCEPTED) \
   $(or $(OMP_FLAGS),-Wno-unknown-pragmas) \
   $(if $(filter-out cuda hip,$(GPU)),-DENGINE=$(GPU) -Idev/ports/$(GPU)) \
   $(if $(HAVE_MPI),-DUSE_MPI -DOMPI_SKIP_MPICXX -DMPICH_SKIP_MPICXX $(MPI_FLAGS))

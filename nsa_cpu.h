@@ -344,8 +344,9 @@ struct Cpu : HostRuntime, HostOptimiser<real_> {
 #pragma omp parallel for schedule(static)
         for (size_t group = 0; group < size_t(s.B) * s.G; group++)
             for (int i = s.cmp_blocks(s.first); i < s.cmp_blocks(s.first + s.queries); i++) {
-                const size_t row = group * s.cmp_capacity() + i, at = (group * s.T + i * s.d) * s.D;
-                if constexpr (!in_tiles) compress_block(out + row * s.D, hidden + row * s.F, k + at, phi, s);
+                const size_t row = group * s.cmp_capacity() + i;
+                if constexpr (!in_tiles)
+                    compress_block(out + row * s.D, hidden + row * s.F, k + (group * s.T + i * s.d) * s.D, phi, s);
                 if (rotated) rotate(out + row * s.D, out + row * s.D, i * s.d, s.D, +1);
             }
     }
