@@ -12,6 +12,7 @@ Needs transformers (4.57 or later), torch, safetensors and numpy (pip install th
 """
 
 import argparse
+import copy
 import glob
 import os
 import subprocess
@@ -252,6 +253,41 @@ def check_refusals(model):
             report(text in str(e), f"{text} is refused")
 
 
+def check_habits(model, tokenizer):
+    """What callers of other models do by habit, and expect the same of."""
+    settings = {"do_sample": False, "max_new_tokens": 20, "eos_token_id": None}
+    prompt = tokenizer(tokenizer.bos_token + "a text that begins a document", return_tensors="pt")
+    ids, (one, two) = prompt.input_ids, (model.generate(**prompt, **settings | {"max_new_tokens": n}) for n in (20, 40))
+    report(torch.equal(model.generate(ids, **settings), one), "the first token is no padding where no mask is given")
+    out = model.generate(**prompt, **settings, return_dict_in_generate=True)
+    for name, given in (("all", one), ("the new", one[:, out.past_key_values.get_seq_length():])):
+        made = model.generate(given, attention_mask=torch.ones_like(one), **settings,
+                              past_key_values=copy.deepcopy(out.past_key_values))
+        report(torch.equal(made, two[:, -made.shape[1]:]), f"generate goes on with a cache, given {name} ids")
+    step, past, made = ids, None, []
+    with torch.no_grad():
+        for _ in range(20):
+            out = model(step, past_key_values=past)
+            step, past = out.logits[:, -1:].argmax(-1), out.past_key_values
+            made.append(step)
+    report(torch.equal(torch.cat(made, 1), one[:, ids.shape[1]:]), "a cache comes back, asked for or not")
+    labels = ids.clone()
+    labels[:, :5] = -100
+    loss, sums = (model(ids, labels=labels, num_items_in_batch=n).loss for n in (None, 7))
+    report(abs(sums * 7 - loss * (ids.shape[1] - 5)) < 1e-4, "num_items_in_batch divides the sum of the losses")
+    states = model.base_model(ids, use_cache=False).last_hidden_state
+    worst = (states @ model.get_output_embeddings().weight.T - model(ids).logits).abs().max()
+    report(worst < LOGIT_LIMIT, f"states and head, as TRL takes them, make the logits: {worst:.1e}")
+    gradients = []
+    for checkpoints in (False, True):
+        other = copy.deepcopy(model).train()
+        if checkpoints:
+            other.gradient_checkpointing_enable()
+        other(tokens := torch.arange(200)[None], labels=tokens).loss.backward()
+        gradients.append([x.grad for x in other.parameters()])
+    report(all(map(torch.equal, *gradients)), "gradients are the same with gradient checkpointing")
+
+
 def check_smallest_weights(model):
     """As in the program, weights below e^-87 are 0: PyTorch's denormals would choose other blocks among the last."""
     attend = sys.modules[type(model).__module__].attend
@@ -306,6 +342,7 @@ def test(program, vocab_dir):
         compare_import(name, program, run, export, model, tokenizer)
     check_padding(model, tokenizer)
     check_refusals(model)
+    check_habits(model, tokenizer)
     check_smallest_weights(model)
 
 

@@ -7,6 +7,7 @@ class NsaConfig(PretrainedConfig):
     """The letters are those of the paper, arXiv 2502.11089, and of train_nsa's dev/MODEL.md."""
 
     model_type = "nsa"
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]
     attribute_map = {
         "hidden_size": "dim",
         "num_hidden_layers": "layers",
@@ -46,6 +47,7 @@ class NsaConfig(PretrainedConfig):
         eos_token_id=None,   # the same
         **kwargs,
     ):
+        kwargs.setdefault("tie_word_embeddings", head == "tied")
         super().__init__(**kwargs)  # first: some versions set bos_token_id and eos_token_id to None
         self.architecture = architecture
         self.layers = layers

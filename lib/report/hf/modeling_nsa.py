@@ -6,13 +6,14 @@ and the new ones), C width, G groups of h heads, D head dimension, NC compressed
 """
 
 import copy
+import functools
 import math
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from .configuration_nsa import NsaConfig
@@ -40,6 +41,7 @@ class NsaCache:
 
     is_compileable = False
     is_croppable = False
+    is_linear = (False,)
 
     def __init__(self, layers):
         self.tokens = 0
@@ -74,6 +76,7 @@ class NsaRowCaches:
 
     is_compileable = False
     is_croppable = False
+    is_linear = (False,)
 
     def __init__(self, rows, columns=0):
         self.rows, self.columns = rows, columns  # columns: of input_ids so far, padding included
@@ -150,6 +153,9 @@ class NsaVector(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(width))
 
+    def forward(self):
+        return self.weight  # accelerate loads what it has offloaded when a module is called
+
 
 class NsaPhi(nn.Module):
     """Step 3, Eq. (7): a block of l rows becomes one, their mean plus a small MLP of all of them."""
@@ -160,7 +166,9 @@ class NsaPhi(nn.Module):
         self.fc2 = nn.Linear(c.phi_hidden, c.head_dim, bias=False)
 
     def forward(self, blocks):  # [B, G, blocks, l, D] -> [B, G, blocks, D]
-        return blocks.mean(-2) + self.fc2(F.silu(self.fc1(blocks.flatten(-2))))
+        mean = blocks.mean(-2)
+        rows = blocks.flatten(-2).flatten(1, 2)  # [B, G * blocks, l * D]: bitsandbytes takes no four dimensions
+        return mean + self.fc2(F.silu(self.fc1(rows))).view_as(mean)
 
 
 class NsaAttention(nn.Module):
@@ -298,23 +306,26 @@ class NsaSmear(nn.Module):
         before = torch.zeros_like(e[:, :1]) if cache.last is None else cache.last
         before = torch.cat([before, e[:, :-1]], dim=1)
         cache.last = e[:, -1:]
-        return e + torch.sigmoid(e @ self.gate.weight)[..., None] * self.scale.weight * before
+        return e + torch.sigmoid(e @ self.gate())[..., None] * self.scale() * before
 
 
 class NsaForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = NsaConfig
     base_model_prefix = "model"
     _no_split_modules = ["NsaLayer"]
+    _tied_weights_keys = {"head.weight": "embed_tokens.weight"}  # where config.tie_word_embeddings says so
+    accepts_loss_kwargs = True  # num_items_in_batch
+    supports_gradient_checkpointing = True
 
     def __init__(self, config):
         super().__init__(config)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)  # the head too, but where it is untied
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
         if config.smear == "on":
             self.smear = NsaSmear(config)
         self.layers = nn.ModuleList(NsaLayer(config, i) for i in range(config.layers))
         self.norm = NsaRMSNorm(config.dim, config.norm_eps)
-        if config.head == "untied":
-            self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.gradient_checkpointing = False
+        self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
         self.post_init()
 
     def get_input_embeddings(self):
@@ -324,10 +335,15 @@ class NsaForCausalLM(PreTrainedModel, GenerationMixin):
         self.embed_tokens = embeddings
 
     def get_output_embeddings(self):
-        return self.head if self.config.head == "untied" else None
+        return self.head
 
     def set_output_embeddings(self, head):
         self.head = head
+
+    @property
+    def base_model(self):
+        """The model without its head, which TRL computes itself."""
+        return functools.partial(type(self).forward, self, states_only=True)
 
     def read(self, input_ids, cache):
         """The tokens [B, N] behind those of the cache -> [B, N, C]."""
@@ -340,17 +356,22 @@ class NsaForCausalLM(PreTrainedModel, GenerationMixin):
         if c.smear == "on":
             x = self.smear(x, cache)
         for layer in self.layers:
-            x = layer(x, cache, angles, block_angles)
+            if self.gradient_checkpointing and self.training and first == 0:
+                # the backward pass computes the layer again, so what it keeps goes into a cache that is thrown away
+                x = self._gradient_checkpointing_func(
+                    lambda x, layer=layer: layer(x, NsaCache(c.layers), angles, block_angles), x)
+            else:
+                x = layer(x, cache, angles, block_angles)
         cache.tokens += N
-        return x
+        return x.to(input_ids.device)  # with device_map the last layer may be elsewhere
 
     def read_rows(self, input_ids, seen, caches):
         """Blocks are counted from a sequence's first token, so each row is read alone, without what the mask seen
         [B, N] hides. There the result has what the last token before it has, or zeros: whoever takes the last column
         continues the text, whichever side is padded."""
         rows = []
-        for ids, shown, cache in zip(input_ids, seen, caches.rows):
-            x = self.embed_tokens.weight.new_zeros(1, self.config.dim)
+        for ids, shown, cache in zip(input_ids, seen, caches.rows, strict=True):
+            x = torch.zeros(1, self.config.dim, dtype=self.dtype, device=ids.device)
             if shown.any():
                 x = torch.cat([x, self.read(ids[None, shown], cache)[0]])
             rows.append(x[shown.cumsum(0)])
@@ -363,7 +384,7 @@ class NsaForCausalLM(PreTrainedModel, GenerationMixin):
         attention_mask=None,   # [B, tokens so far]: 0 hides padding, wherever it stands
         cache=None,            # what an earlier call returned
         labels=None,           # [B, N] as input_ids; -100 is left out of the loss
-        use_cache=None,
+        use_cache=None,        # None: yes, as other models do, but not for a loss
         logits_to_keep=0,      # logits of the last so many tokens; 0: all
         return_dict=None,
         output_attentions=False,
@@ -371,6 +392,8 @@ class NsaForCausalLM(PreTrainedModel, GenerationMixin):
         inputs_embeds=None,
         position_ids=None,
         past_key_values=None,  # the same, as transformers called it before 5.24
+        num_items_in_batch=None,  # Trainer: the loss is a sum over this batch, divided by so many tokens of several
+        states_only=False,     # stops before the head
     ):
         if output_attentions or output_hidden_states or return_dict is False:
             raise ValueError("this model returns loss, logits and cache as a dict: no attentions, no hidden states")
@@ -382,6 +405,9 @@ class NsaForCausalLM(PreTrainedModel, GenerationMixin):
         if input_ids.shape[1] == 0:
             raise ValueError("an empty prompt has nothing to continue: begin with tokenizer.bos_token, which stands"
                              " before every document")
+        if use_cache is None:
+            use_cache = labels is None and not self.training
+        use_cache = use_cache and not (self.gradient_checkpointing and self.training)
         N, cache = input_ids.shape[1], past_key_values if cache is None else cache
         if cache is None:
             cache = NsaCache(len(self.layers))
@@ -397,8 +423,10 @@ class NsaForCausalLM(PreTrainedModel, GenerationMixin):
         x = self.read_rows(input_ids, seen, cache) if by_rows else self.read(input_ids, cache)
         if not by_rows and not seen.all():  # padding has what the last token before it has, as in read_rows
             x = x.gather(1, (seen.cumsum(1) - 1).clamp(min=0)[..., None].expand_as(x))
-        head = self.head if self.config.head == "untied" else self.embed_tokens
-        logits = F.linear(self.norm(x[:, -logits_to_keep:]), head.weight)
+        x = self.norm(x[:, -logits_to_keep:])
+        if states_only:
+            return BaseModelOutputWithPast(last_hidden_state=x, **{CACHE: cache if use_cache else None})
+        logits = self.head(x)
 
         loss = None
         if labels is not None:
@@ -406,7 +434,11 @@ class NsaForCausalLM(PreTrainedModel, GenerationMixin):
                 raise ValueError("labels need the logits of all tokens: leave logits_to_keep out")
             if by_rows:  # nothing stands before a row's first token
                 labels = labels.masked_fill(seen.cumsum(1) == seen, -100)
-            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+            labels = labels[:, 1:].flatten().to(logits.device)
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels,
+                                   reduction="mean" if num_items_in_batch is None else "sum")
+            if num_items_in_batch is not None:
+                loss = loss / torch.as_tensor(num_items_in_batch, device=loss.device)
         return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: cache if use_cache else None})
 
     @staticmethod
@@ -427,13 +459,25 @@ class NsaForCausalLM(PreTrainedModel, GenerationMixin):
     def _supports_default_dynamic_cache(cls):
         return False  # forward() makes its own
 
+    def _prepare_attention_mask_for_generation(self, inputs, generation_config, *others, **more):
+        """Where no mask is given and padding is end-of-text, which begins documents, nothing is padding."""
+        if generation_config.pad_token_id == self.config.bos_token_id:
+            return torch.ones(inputs.shape[:2], dtype=torch.long, device=inputs.device)
+        return super()._prepare_attention_mask_for_generation(inputs, generation_config, *others, **more)
+
     def prepare_inputs_for_generation(
-        self, input_ids, attention_mask=None, use_cache=True, logits_to_keep=1, inputs_embeds=None, **others
+        self, input_ids, attention_mask=None, use_cache=True, logits_to_keep=1, inputs_embeds=None, cache=None,
+        past_key_values=None, **others
     ):
-        cache = others.get(CACHE)
-        done = cache.get_seq_length() if cache is not None else 0
+        cache = past_key_values if cache is None else cache
+        # input_ids: all so far, or those behind what a cache of the caller's has; then attention_mask is longer
+        N, first = input_ids.shape[1], 0
+        if cache is not None and "next_sequence_length" in others:  # since transformers 5; None: all are new
+            first = N - (N if others["next_sequence_length"] is None else others["next_sequence_length"])
+        elif cache is not None:
+            first = cache.get_seq_length() - (N if attention_mask is None else attention_mask.shape[1]) + N
         return {
-            "input_ids": input_ids[:, done:],
+            "input_ids": input_ids[:, first:],
             "inputs_embeds": inputs_embeds,
             CACHE: cache,
             "attention_mask": attention_mask,
