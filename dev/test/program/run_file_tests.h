@@ -207,48 +207,28 @@ PROGRAM_TEST(run_safetensors_reader_refuses_damaged_files) {
         std::memcpy(&bytes[0], &length, 8);
         CHECK_FAILS(1, path.c_str(), open(bytes));
     }
-    const auto entry = [](const std::string& dtype, const std::string& shape, const std::string& offsets) {
-        return "{\"a\":{\"dtype\":" + dtype + ",\"shape\":" + shape + ",\"data_offsets\":" + offsets + "}}";
+    const auto damaged = [&](const std::string& text) { CHECK_FAILS(1, path.c_str(), open(header(text))); };
+    for (const char* text : {"", "[]", "{", "{}", "{\"a\":1}", "{\"a\":{}}"}) damaged(text);
+    damaged("{\"__metadata__\":[]," + a + "," + b + "}");
+    damaged("{\"__metadata__\":{\"k\":1}," + a + "," + b + "}");
+    damaged("{" + a + "," + a + "}");
+    damaged("{" + a + "}");
+    const auto damaged_entry = [&](const std::string& dtype, const std::string& shape, const std::string& offsets) {
+        damaged("{\"a\":{\"dtype\":" + dtype + ",\"shape\":" + shape + ",\"data_offsets\":" + offsets + "}}");
     };
-    const std::string headers[] = {
-        "",
-        "[]",
-        "{",
-        "{}",
-        "{\"a\":1}",
-        "{\"a\":{}}",
-        "{\"__metadata__\":[]," + a + "," + b + "}",
-        "{\"__metadata__\":{\"k\":1}," + a + "," + b + "}",
-        "{" + a + "," + a + "}",
-        "{" + a + "}",
-        entry("\"F32\"", "[6]", "[0]"),
-        entry("\"F32\"", "[6]", "[0,24,24]"),
-        entry("\"F32\"", "[6]", "\"0,24\""),
-        entry("\"F32\"", "6", "[0,24]"),
-        entry("\"F32\"", "[6.0]", "[0,24]"),
-        entry("\"F32\"", "[6]", "[0.0,24]"),
-        entry("\"F31\"", "[6]", "[0,24]"),
-        entry("4", "[6]", "[0,24]"),
-        entry("\"F32\"", "[6]", "[-24,0]"),
-        entry("\"F32\"", "[6]", "[24,0]"),
-        entry("\"F32\"", "[6]", "[0,25]"),
-        entry("\"F32\"", "[5]", "[0,20]"),
-        entry("\"F32\"", "[5]", "[4,24]"),
-        entry("\"F32\"", "[6]", "[0,23]"),
-        entry("\"U8\"", "[6]", "[0,24]"),
-        entry("\"F32\"", "[6]", "[9223372036854775800,9223372036854775807]"),
-        entry("\"F32\"", "[6]", "[0,18446744073709551616]"),
-        entry("\"F32\"", "[-6]", "[0,24]"),
-        entry("\"F32\"", "[-2,-3]", "[0,24]"),
-        entry("\"F32\"", "[9223372036854775807]", "[0,24]"),
-        entry("\"F32\"", "[4611686018427387905,4]", "[0,24]"),  // 4 * 4 * (2^62 + 1) is 16 modulo 2^64
-        entry("\"F64\"", "[4294967296,4294967296]", "[0,0]"),
-        entry("\"U8\"", "[4294967296,4294967296]", "[0,0]"),  // 2^64 bytes, which would count as none
-        "{" + a + ",\"b\":{\"dtype\":\"U8\",\"shape\":[16],\"data_offsets\":[8,24]}}",  // overlap
-        "{" + a + ",\"b\":{\"dtype\":\"U8\",\"shape\":[4],\"data_offsets\":[20,24]}}",  // hole
-        "{" + a + ",\"b\":{\"dtype\":\"U8\",\"shape\":[16],\"data_offsets\":[0,16]}}",  // the same bytes twice
-    };
-    for (const std::string& h : headers) CHECK_FAILS(1, path.c_str(), open(header(h)));
+    for (const char* offsets : {"[0]", "[0,24,24]", "\"0,24\"", "[0.0,24]", "[-24,0]", "[24,0]", "[0,25]", "[0,23]",
+                                "[9223372036854775800,9223372036854775807]", "[0,18446744073709551616]"})
+        damaged_entry("\"F32\"", "[6]", offsets);
+    for (const char* shape : {"6", "[6.0]", "[-6]", "[-2,-3]", "[9223372036854775807]",
+                              "[4611686018427387905,4]"})  // 4 * 4 * (2^62 + 1) is 16 modulo 2^64
+        damaged_entry("\"F32\"", shape, "[0,24]");
+    for (const char* offsets : {"[0,20]", "[4,24]"}) damaged_entry("\"F32\"", "[5]", offsets);
+    for (const char* dtype : {"\"F31\"", "4", "\"U8\""}) damaged_entry(dtype, "[6]", "[0,24]");
+    for (const char* dtype : {"\"F64\"", "\"U8\""})  // of U8 2^64 bytes, which would count as none
+        damaged_entry(dtype, "[4294967296,4294967296]", "[0,0]");
+    for (const char* other : {"[16],\"data_offsets\":[8,24]", "[4],\"data_offsets\":[20,24]",
+                              "[16],\"data_offsets\":[0,16]"})  // overlap, hole, the same bytes twice
+        damaged("{" + a + ",\"b\":{\"dtype\":\"U8\",\"shape\":" + other + "}}");
     CHECK_FAILS(1, path.c_str(), open(std::string(7, '\0')));
     CHECK_FAILS(1, "byte 13: not valid JSON: found 'x'", open(header("{\"a\":x}")));  // counted from the file
     CHECK_FAILS(1, folder.path.c_str(), SafeTensors(folder.path));
