@@ -418,50 +418,47 @@ TEST(run_learning_rate_at_the_key_steps) {
 }
 
 TEST(run_batch_sizes_follow_from_what_was_given) {
-    using program::Words;
     struct {
-        Words words;
+        const char* words;
         int ranks;
         int64_t batch, total;
-    } const good[] = {
-        // tiny: 8 sequences of 256 a step, however they are dealt
-        {{}, 1, 8, 2048},
-        {{}, 2, 4, 2048},
-        {{}, 8, 1, 2048},
-        {{}, 3, 2, 1536},
-        {{}, 16, 1, 4096},
-        {{"--seq-len", "32"}, 1, 8, 2048},
-        {{"--seq-len", "512"}, 2, 2, 2048},
-        {{"--seq-len", "4096"}, 1, 1, 4096},
-        {{"--batch", "4"}, 1, 4, 2048},
-        {{"--batch", "1"}, 2, 1, 2048},
-        {{"--batch", "3"}, 1, 3, 1536},
-        {{"--batch", "16"}, 1, 16, 4096},
-        {{"--batch", "16"}, 2, 16, 8192},
-        {{"--total-batch", "1024"}, 1, 4, 1024},
-        {{"--total-batch", "2560"}, 1, 5, 2560},
-        {{"--total-batch", "3328"}, 1, 1, 3328},
-        {{"--total-batch", "8192"}, 4, 8, 8192},
-        {{"--total-batch", "2048", "--batch", "2"}, 2, 2, 2048},
-    };
+    } const good[] = {// tiny: 8 sequences of 256 a step, however they are dealt
+                      {"", 1, 8, 2048},
+                      {"", 2, 4, 2048},
+                      {"", 8, 1, 2048},
+                      {"", 3, 2, 1536},
+                      {"", 16, 1, 4096},
+                      {"--seq-len=32", 1, 8, 2048},
+                      {"--seq-len=512", 2, 2, 2048},
+                      {"--seq-len=4096", 1, 1, 4096},
+                      {"--batch=4", 1, 4, 2048},
+                      {"--batch=1", 2, 1, 2048},
+                      {"--batch=3", 1, 3, 1536},
+                      {"--batch=16", 1, 16, 4096},
+                      {"--batch=16", 2, 16, 8192},
+                      {"--total-batch=1024", 1, 4, 1024},
+                      {"--total-batch=2560", 1, 5, 2560},
+                      {"--total-batch=3328", 1, 1, 3328},
+                      {"--total-batch=8192", 4, 8, 8192},
+                      {"--total-batch=2048 --batch=2", 2, 2, 2048}};
     for (const auto& g : good) {
-        Config c = program::parse_and_preset(g.words);
+        Config c = program::parse_and_preset(program::parse_words(g.words));
         resolve_batch(c, g.ranks, false);
         CHECK_EQUAL(c.batch, g.batch);
         CHECK_EQUAL(c.total_batch, g.total);
     }
     struct {
-        Words words;
+        const char* words;
         int ranks;
         const char* named;
-    } const bad[] = {{{"--total-batch", "1000"}, 1, "--total-batch 1000"},
-                     {{"--total-batch", "255"}, 1, "--seq-len 256"},
-                     {{"--total-batch", "768"}, 2, "2 ranks"},
-                     {{"--total-batch", "2048", "--batch", "3"}, 1, "--batch 3"},
-                     {{"--total-batch", "2048", "--batch", "8"}, 2, "--batch 8"},
-                     {{"--total-batch", "2048", "--batch", "16"}, 1, "--batch 16"}};
+    } const bad[] = {{"--total-batch=1000", 1, "--total-batch 1000"},
+                     {"--total-batch=255", 1, "--seq-len 256"},
+                     {"--total-batch=768", 2, "2 ranks"},
+                     {"--total-batch=2048 --batch=3", 1, "--batch 3"},
+                     {"--total-batch=2048 --batch=8", 2, "--batch 8"},
+                     {"--total-batch=2048 --batch=16", 1, "--batch 16"}};
     for (const auto& b : bad) {
-        Config c = program::parse_and_preset(b.words);
+        Config c = program::parse_and_preset(program::parse_words(b.words));
         CHECK_FAILS(2, b.named, resolve_batch(c, b.ranks, false));
     }
     // Whatever is chosen fits together, and the 125m preset on a CPU takes steps that end within a day.
