@@ -32,15 +32,6 @@ PROGRAM_TEST(refusals_of_usage) {
         {"--val-data=@/a.bin @/b.bin", 2, {"'@/b.bin'", "quotes", "--val-data '"}},
         {"eval --from x --val-data @/a.bin @/b.bin", 2, {"quotes", "--val-data '"}},
         {"tokenize --in=@/a.bin @/b.bin", 2, {"quotes", "--in '"}},
-        // What the shell expands only without quotes.
-        {"--data ~/a_*.bin", 2, {"~", "$HOME"}},
-        {"--data=~", 2, {"~", "$HOME"}},
-        {"--data a.bin:3,~/b.bin", 2, {"~", "$HOME"}},
-        {"--val-data web=~someone/a_*.bin", 2, {"~", "$HOME"}},
-        {"--out ~/x", 2, {"~", "$HOME"}},
-        {"--resume ~/x", 2, {"~", "$HOME"}},
-        {"sample --prompt-file a ~/b", 2, {"~", "$HOME"}},
-        {"tokenize --in=~/a.txt --out x", 2, {"~", "$HOME"}},
         {"--out ${HOME}/x", 2, {"${HOME}", "single quotes"}},
         {"--data d/{a,b}_*.bin", 2, {"--data", "braces"}},
         {"--data d/a_{1..3}.bin", 2, {"--data", "braces"}},
@@ -49,6 +40,11 @@ PROGRAM_TEST(refusals_of_usage) {
         {"tokenize --in --a.txt", 2, {"--in=--a.txt"}},
         {"vocabulary --size 300 --out @/t", 2, {"--in"}},
     });
+    // What the shell expands only without quotes.
+    for (const char* command :
+         {"--data ~/a_*.bin", "--data=~", "--data a.bin:3,~/b.bin", "--val-data web=~someone/a_*.bin", "--out ~/x",
+          "--resume ~/x", "sample --prompt-file a ~/b", "tokenize --in=~/a.txt --out x"})
+        check({{command, 2, {"~", "$HOME"}}});
     check({{{""}, 2, {"''", "verb"}}, {{"sample", "--from=x", "--prompt", "--help me"}, 2, {"--prompt='--help me'"}}});
     CHECK(!file_exists("~") && glob_files(file("t*")).empty());
     // Nothing is suggested where it would make no sense.
@@ -81,11 +77,7 @@ PROGRAM_TEST(refusals_of_options_that_do_not_go_together) {
         {"small --out=@/file", 1, {"@/file"}},
         {"small --out=@/file/run", 1, {"@/file/run"}},
         {"small --allow-new-data=1", 2, {"--allow-new-data", "--resume"}},
-        // Of NSA alone, or of a window; a run.json has every option, whether or not its run used it.
-        {"--attention full --window 4 --out @/refused", 2, {"--window", "--attention full"}},
-        {"--attention full --cmp-block 4 --out @/refused", 2, {"--cmp-block", "--attention full"}},
-        {"--attention full --slc-count 4 --out @/refused", 2, {"--slc-count", "--attention full"}},
-        {"--attention full --phi-hidden 4 --out @/refused", 2, {"--phi-hidden", "--attention full"}},
+        // A run.json has every option, whether or not its run used it.
         {"--config @/full/run.json --out @/refused --window 9", 2, {"--window", "--attention full"}},
         {"--attention window --slc-count 4 --out @/refused", 2, {"--slc-count", "window"}},
         {"--attention full,window --slc-count 4 --out @/refused", 2, {"--slc-count", "full,window"}},
@@ -94,12 +86,15 @@ PROGRAM_TEST(refusals_of_options_that_do_not_go_together) {
         {"--attention ,nsa --out @/refused", 2, {"--attention", "window,nsa"}},
         {"--attention nsa,,full --out @/refused", 2, {"--attention", "window,nsa"}},
         {"--attention window,nsa,dense --out @/refused", 2, {"--attention", "window,nsa"}},
-        // Of a GPU, which these tests hide.
-        {"small --device=cuda", 2, {"--device cuda"}},
-        {"check --device cuda", 2, {"--device cuda"}},
-        {"sample --from @/full --device cuda", 2, {"--device cuda"}},
-        {"eval --from @/full --val-data synthetic --device cuda", 2, {"--device cuda"}},
     });
+    // Of NSA alone, or of a window.
+    for (const std::string option : {"--window", "--cmp-block", "--slc-count", "--phi-hidden"})
+        check({{"--attention full " + option + " 4 --out @/refused", 2, {option, "--attention full"}}});
+    // Of a GPU, which these tests hide.
+    for (const std::string command :
+         {"small --device=cuda", "check --device cuda", "sample --from @/full --device cuda",
+          "eval --from @/full --val-data synthetic --device cuda"})
+        check({{command, 2, {"--device cuda"}}});
     CHECK_EQUAL(read_file(file("notes.txt")), "mine");
     CHECK(!file_exists(file("state")));
 }
@@ -208,22 +203,15 @@ PROGRAM_TEST(refusals_of_resumes_and_beginnings) {
     const std::string options = read_file(file("run/run.json")),
                       resume = "small --data=@/train.bin --out=@/run --resume=on --steps=3 ",
                       begin = "small --init-from=@/run ";
+    for (const std::string other :
+         {"layers=2", "dim=32", "heads=4", "head_dim=16", "cmp_block=12", "cmp_stride=8", "slc_block=16", "slc_count=5",
+          "window=17", "phi_hidden=9", "mlp_hidden=33", "attention=full", "smear=on", "head=untied"}) {
+        const size_t equals = other.find('=');
+        const std::string option = "--" + std::regex_replace(other, std::regex("_"), "-");
+        check({{resume + option, 1, {"@/run", other.substr(0, equals), other.substr(equals + 1)}}});
+    }
     check({
-        {resume + "--layers=2", 1, {"@/run", "layers", "2"}},
-        {resume + "--dim=32", 1, {"@/run", "dim", "32"}},
-        {resume + "--heads=4", 1, {"@/run", "heads", "4"}},
         {resume + "--heads=4 --kv-groups=2", 1, {"@/run"}},
-        {resume + "--head-dim=16", 1, {"@/run", "head_dim", "16"}},
-        {resume + "--cmp-block=12", 1, {"@/run", "cmp_block", "12"}},
-        {resume + "--cmp-stride=8", 1, {"@/run", "cmp_stride", "8"}},
-        {resume + "--slc-block=16", 1, {"@/run", "slc_block", "16"}},
-        {resume + "--slc-count=5", 1, {"@/run", "slc_count", "5"}},
-        {resume + "--window=17", 1, {"@/run", "window", "17"}},
-        {resume + "--phi-hidden=9", 1, {"@/run", "phi_hidden", "9"}},
-        {resume + "--mlp-hidden=33", 1, {"@/run", "mlp_hidden", "33"}},
-        {resume + "--attention=full", 1, {"@/run", "attention", "full"}},
-        {resume + "--smear=on", 1, {"@/run", "smear", "on"}},
-        {resume + "--head=untied", 1, {"@/run", "head", "untied"}},
         {resume + "--seq-len=32", 1, {"seq_len", "64", "32"}},
         {resume + "--data=@/longer.bin", 1, {"--data", "corpus"}},
         {resume + "--data=synthetic", 1, {"--data", "corpus"}},
