@@ -52,7 +52,7 @@ struct Result {
     int status = 0;  // of exit; 128 + number of the signal that ended it; 1000: it ran past the limit and was killed
     bool struck = false;  // by Start::strike
     double seconds = 0;
-    std::string out, err;
+    std::string out = "", err = "";
 };
 
 struct Start {

@@ -2,18 +2,11 @@
 // the watchdog, heartbeats. Each test forks processes and looks at exit statuses and at what each printed. What needs
 // the built program or mpirun is in launch_tests.h and fault_tests.h.
 #pragma once
-#include <array>
-#include <functional>
 #include <limits>
-#include <sstream>
-#include <fcntl.h>
-#include <sys/wait.h>
 
-#include "../harness.h"
 #include "../../../ddp.cuh"
-#include "../../../lib/base/errors.h"
-#include "../../../lib/base/json.h"
 #include "../../../lib/run/rendezvous.h"
+#include "../program/program.h"
 
 namespace ranks {
 
@@ -48,17 +41,11 @@ inline int free_port() {
     }
 }
 
-struct Ended {
-    int status = -1;  // of exit; 128 + number of the signal that ended it; 1000: it ran past the limit and was killed
-    double seconds = 0;
-    std::string err;
-};
-
 // The processes of one test. A body returns its exit status; an Error is printed, as in train_nsa's main.
 struct Processes {
     TempFolder folder;
     std::vector<pid_t> pids;
-    std::vector<Ended> ended;
+    std::vector<program::Result> ended;  // status -1: it runs
 
     ~Processes() {
         for (size_t i = 0; i < pids.size(); i++)
@@ -104,7 +91,7 @@ struct Processes {
     // Waits for all processes. Returns the seconds it took.
     double wait(double limit = 20) {
         const double start = seconds_now();
-        ended.resize(pids.size());
+        ended.resize(pids.size(), program::Result{-1});
         for (bool some_run = true; some_run; usleep(2000)) {
             some_run = false;
             const bool late = seconds_now() - start > limit;
@@ -117,7 +104,7 @@ struct Processes {
                     continue;
                 }
                 ended[i].seconds = seconds_now() - start;
-                ended[i].status = late ? 1000 : WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+                ended[i].status = late ? 1000 : program::exit_status(status);
                 ended[i].err = err(i);
             }
         }
@@ -132,7 +119,7 @@ inline size_t count_of(const std::string& text, const std::string& what) {
 }
 
 // It ended with this status and printed one line, which holds all the words.
-inline void check_line(const Ended& e, int status, const std::vector<std::string>& words) {
+inline void check_line(const program::Result& e, int status, const std::vector<std::string>& words) {
     tests().checks++;
     bool ok = e.status == status && count_of(e.err, "\n") == 1;
     for (const std::string& w : words) ok = ok && holds(e.err, w);
@@ -202,7 +189,7 @@ inline int collectives(World& world) {
 // whose MPI has this name.
 TEST(ddp_launch_variables) {
     ranks::Processes processes;
-    const auto read_by = [&](const std::string& variables, const char* mpi) -> const ranks::Ended& {
+    const auto read_by = [&](const std::string& variables, const char* mpi) -> const program::Result& {
         processes.start(variables, [&] {
             const Launch l = read_launch(mpi);
             std::fprintf(stderr, "%s%s rank %d of %d local %d at %s:%d run '%s'\n", l.launcher.c_str(),
@@ -352,7 +339,7 @@ TEST(ddp_rendezvous_by_every_kind_of_address) {
         for (const int rank : {2, 0, 1})
             processes.start("", [=] { return ranks::meet(rank, 3, address, port, "run", 10); });
         processes.wait();
-        for (const ranks::Ended& e : processes.ended) CHECK_EQUAL(e.err, std::string("id of run\n"));
+        for (const program::Result& e : processes.ended) CHECK_EQUAL(e.err, std::string("id of run\n"));
     }
 }
 
@@ -452,7 +439,7 @@ TEST(ddp_a_stalled_rank_speaks_first) {
                           {format_text("rank %d on here has waited 4.", waiting), "for the other ranks at step 5",
                            "rank 1 has not come as far, by the heartbeats"});
     }
-    for (const ranks::Ended& e : processes.ended) CHECK_EQUAL(e.status, 1);
+    for (const program::Result& e : processes.ended) CHECK_EQUAL(e.status, 1);
 }
 
 // A collective that never ends, whatever the phase is called, and before the first step; nobody is behind.
@@ -505,7 +492,7 @@ TEST(ddp_slow_is_no_alarm) {
             return 0;
         });
     processes.wait(15);
-    for (const ranks::Ended& e : processes.ended) CHECK(e.status == 0 && e.err.empty());
+    for (const program::Result& e : processes.ended) CHECK(e.status == 0 && e.err.empty());
 }
 
 // Ctrl-Z and fg: the process stands still for longer than the limit, and is not to blame.
@@ -576,7 +563,7 @@ TEST(ddp_heartbeat_file) {
     CHECK(holds(second, "\"loss\":null") && two.number("step", "heartbeat") == 2);
     write_file(path, first + "\n" + second.substr(0, 12));  // while it is written
     CHECK_EQUAL(last_line(path), first);
-    for (const ranks::Ended& e : processes.ended) CHECK_EQUAL(e.status, 0);
+    for (const program::Result& e : processes.ended) CHECK_EQUAL(e.status, 0);
     CHECK_EQUAL(processes.ended[0].err, std::string());
     CHECK_EQUAL(processes.ended[1].err,
                 std::string("train_nsa: warning: cannot write the heartbeat file /dev/full: No space left on "
