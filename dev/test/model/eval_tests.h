@@ -32,11 +32,6 @@ inline std::vector<Row> table_of(const std::string& out) {
     return rows;
 }
 
-inline double number_behind(const std::string& text, const std::string& words) {
-    const size_t at = text.find(words);
-    return at == std::string::npos ? -1 : std::atof(text.c_str() + at + words.size());
-}
-
 }  // namespace evaluation
 
 // Losses of every sample and range of positions against a forward pass over that sample alone, with no padding.
@@ -92,7 +87,7 @@ PROGRAM_TEST(run_evaluates_at_any_length) {
         if (has_ranks && T == 100)
             for (const char* batch : {"--batch 1", "--batch 3", "--batch 50"})
                 CHECK_EQUAL(run_on(2, eval + batch).out, first);
-        CHECK_EQUAL(evaluation::number_behind(first, "step_00000002 on "), tokens);
+        CHECK_EQUAL(std::stod(behind(first, "step_00000002 on ")), tokens);
         const int samples = (999 + T - 1) / T + (332 + T - 1) / T;
         CHECK(holds(first, format_text("(%d of %d samples of %d)", samples, samples, T)));
         double counted = 0, loss = 0;
@@ -102,7 +97,7 @@ PROGRAM_TEST(run_evaluates_at_any_length) {
             next = row.last + 1, counted += row.tokens, loss += row.loss * row.tokens;
         }
         CHECK_EQUAL(counted, tokens);
-        CHECK_NEAR(loss / counted, evaluation::number_behind(first, "loss "), 1e-4);  // two times four digits
+        CHECK_NEAR(loss / counted, std::stod(behind(first, "loss ")), 1e-4);  // two times four digits
         CHECK_EQUAL(holds(first, "beyond the trained length"), T > 64);
     }
     // Text, without shards: every document behind an end-of-text, none of which is predicted here but the second.
@@ -127,24 +122,20 @@ PROGRAM_TEST(run_keeps_and_finds_the_best_checkpoint) {
         "small --data=@/train.bin --val-data=@/val.bin --eval-every=4 --save-every=2 --keep=1 "
         "--schedule=constant --lr=0.05 ";
     REQUIRE_GOOD(run(small + "--steps=11"));
-    const auto losses = [&] {
-        std::map<int64_t, double> found;
-        for (const Json& line : log_of(out))
-            if (line.find("val_loss")) found[line.integer("step", "")] = line.number("val_loss", "");
-        return found;
-    };
-    REQUIRE(losses().size() == 4 && losses()[4] < losses()[8] && losses()[8] < losses()[11]);
+    std::map<int64_t, double> losses = validations_of(out);
+    REQUIRE(losses.size() == 4 && losses[4] < losses[8] && losses[8] < losses[11]);
     CHECK(checkpoint_steps(out) == (std::vector<int64_t>{11, 4}));
     // A resume knows it, whatever has become of the first checkpoint's moments.
     std::filesystem::remove(out + "/step_00000004/" + OPTIMIZER);
     REQUIRE_GOOD(run(small + "--steps=16 --resume=on"));
+    losses = validations_of(out);
     CHECK(checkpoint_steps(out) == (std::vector<int64_t>{16, 4}));
     const std::string evaluate = "eval --from @/run --val-data @/val.bin --eval-batches 4 --threads 1 --step=";
     for (const auto& [step, of] :
          {std::pair("best", 4), std::pair("last", 16), std::pair("4", 4), std::pair("16", 16)}) {
         const std::string found = printed(evaluate + step);
         CHECK_EQUAL(found.find(checkpoint_folder(out, of) + " on 256 tokens"), 0u);
-        CHECK_NEAR(evaluation::number_behind(found, "loss "), losses()[of], 6e-5);  // four digits
+        CHECK_NEAR(std::stod(behind(found, "loss ")), losses[of], 6e-5);  // four digits
     }
     CHECK_EQUAL(run("sample --from @/run --step best --tokens 3 --threads 1").status, 0);
     const Result exported = run("export --from @/run --step best --out @/hf");

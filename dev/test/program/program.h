@@ -470,6 +470,14 @@ inline std::vector<double> logged(const std::string& folder, const std::string& 
     return values;
 }
 
+// The losses of every validated step.
+inline std::map<int64_t, double> validations_of(const std::string& run) {
+    std::map<int64_t, double> losses;
+    for (const Json& line : log_of(run))
+        if (line.find("val_loss")) losses[line.integer("step", run)] = line.number("val_loss", run);
+    return losses;
+}
+
 template <class T>
 std::vector<T> values_of(const TensorView& t) {
     std::vector<T> values(t.bytes / sizeof(T));

@@ -45,14 +45,6 @@ inline std::map<std::string, std::vector<float>> moments_of(const std::string& c
     return moments;
 }
 
-// Of every validated step.
-inline std::map<int64_t, double> validations_of(const std::string& run) {
-    std::map<int64_t, double> losses;
-    for (const Json& line : log_of(run))
-        if (line.find("val_loss")) losses[line.integer("step", run)] = line.number("val_loss", run);
-    return losses;
-}
-
 // What the last start printed.
 inline std::string play(const Scenario& s, const std::vector<Part>& starts, const std::string& out,
                         const std::string& mpirun) {
