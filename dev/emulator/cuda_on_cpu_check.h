@@ -33,9 +33,8 @@ struct Cell {
     Use use[2];
     unsigned earlier_read, earlier_update;  // intervals of the latest by earlier blocks that have left `use`
 };
-inline Cell* cells = nullptr;         // one for every two bytes of the range
-inline Known* known = nullptr;        // likewise
-inline bool report_unwritten = true;  // tests that read unwritten memory on purpose clear it
+inline Cell* cells = nullptr;   // one for every two bytes of the range
+inline Known* known = nullptr;  // likewise
 
 inline void reserve_cells() {
     cells = (Cell*)reserve_addresses(RANGE_BYTES / 2 * sizeof(Cell), PROT_READ | PROT_WRITE);
@@ -171,8 +170,7 @@ EMU_ENGINE EMU_NOINLINE inline void on_access(const void* address, size_t bytes,
         const char* p = i == offset / 2 ? (const char*)address : machine.range + i * 2;
         if (known[i] == OUTSIDE) stop_access("outside of any array", p, kind, place);
         if (machine.current != HOST) {  // copies and library calls are ordered by their stream
-            if (known[i] == UNWRITTEN && kind != Access::WRITE && report_unwritten)
-                stop_access("never written", p, kind, place);
+            if (known[i] == UNWRITTEN && kind != Access::WRITE) stop_access("never written", p, kind, place);
             judge_cell(cells[i], me, kind, place, p);
         }
         if (kind != Access::READ) known[i] = WRITTEN;

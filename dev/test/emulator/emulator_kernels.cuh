@@ -331,14 +331,6 @@ __global__ void one_of_each_warp_function(int* out, const int* in) {  // out (WA
     else out[32 * r + l] = __reduce_max_sync(0xffff0000u, v);
 }
 
-__global__ void copy_async(float* out, const float* in, int valid) {  // 4 floats a thread, zeros from thread `valid` on
-    SHARED(float4, tile, [32]);
-    cp_async_16(&tile[threadIdx.x], in + threadIdx.x * 4, int(threadIdx.x) < valid);
-    cp_async_commit();
-    cp_async_wait<0>();
-    reinterpret_cast<float4*>(out)[threadIdx.x] = tile[threadIdx.x];
-}
-
 __global__ void count_and_sum(int* counts, float* sum, unsigned long long* wide) {  // counts (10): one per digit
     atomicAdd(&counts[(blockIdx.x * blockDim.x + threadIdx.x) % 10], 1);
     atomicAdd(sum, 0.5f);

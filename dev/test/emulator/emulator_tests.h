@@ -247,13 +247,6 @@ TEST(emulator_attention_on_warpgroups) {
     for_seeds([] { warpgroup<NONE, 1>(), warpgroup<NONE, 2, 2>(), warpgroup<NONE, 5>(); });
 }
 
-TEST(emulator_async_copy_fills_with_zeros) {
-    DeviceArray<float> in(noises<float>(128)), out(128);
-    launch<copy_async>(1, 32, 0, nullptr, out.device, in.device, 20);
-    out.download();
-    for (int i = 0; i < 128; i++) CHECK_EQUAL(out.host[size_t(i)], i < 80 ? in.host[size_t(i)] : 0.0f);
-}
-
 // ---- the host's side
 
 TEST(emulator_host_api) {
@@ -353,38 +346,6 @@ TEST(emulator_fresh_memory_is_nan_until_written) {
     DeviceArray<bf16> h(10);
     h.download();
     CHECK(std::isnan(float(h.host[9])));
-}
-
-// out (4, 4): the first of two copies before the wait for it and after, the second before the wait for it and after
-__global__ void look_before_waiting(float* out, const float* in) {
-    SHARED(float4, tile, [2]);
-    cp_async_16(&tile[0], in);
-    cp_async_commit();
-    cp_async_16(&tile[1], in + 4);
-    cp_async_commit();
-    float4* rows = reinterpret_cast<float4*>(out);
-    rows[0] = tile[0];
-    cp_async_wait<1>();
-    rows[1] = tile[0];
-    rows[2] = tile[1];
-    cp_async_wait<0>();
-    rows[3] = tile[1];
-}
-TEST(emulator_async_copy_is_nan_until_waited_for) {
-#ifdef EMU_CHECK
-    emu::report_unwritten = false;
-#endif
-    DeviceArray<float> in(std::vector<float>{1, 2, 3, 4, 5, 6, 7, 8}), out(16);
-    launch<look_before_waiting>(1, 1, 0, nullptr, out.device, in.device);
-    out.download();
-    for (size_t i = 0; i < 4; i++) {
-        CHECK(std::isnan(out.host[i]) && std::isnan(out.host[8 + i]));
-        CHECK_EQUAL(out.host[4 + i], in.host[i]);
-        CHECK_EQUAL(out.host[12 + i], in.host[4 + i]);
-    }
-#ifdef EMU_CHECK
-    emu::report_unwritten = true;
-#endif
 }
 
 TEST(emulator_late_streams_need_events) {
