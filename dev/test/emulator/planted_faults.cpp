@@ -159,17 +159,20 @@ static void one_block(const char* name, size_t n, Args... args) {
     expect(name, x, std::vector<double>(n, 1.0));
 }
 
-static void streams(bool with_event) {  // one stream makes the numbers, the other adds to them
+static void streams(bool with_events) {  // one stream makes the numbers, the other adds to them, then the first again
     emu::machine.run_late = true;
     DeviceArray<float> x(64);
     cudaStream_t first, second;
-    cudaEvent_t made;
-    cudaStreamCreate(&first), cudaStreamCreate(&second), cudaEventCreate(&made);
+    cudaEvent_t made, added;
+    cudaStreamCreate(&first), cudaStreamCreate(&second), cudaEventCreate(&made), cudaEventCreate(&added);
     launch<set_to>(1, 64, 0, first, x.device, 1.0f);
     cudaEventRecord(made, first);
-    if (with_event) cudaStreamWaitEvent(second, made);
+    if (with_events) cudaStreamWaitEvent(second, made);
     launch<add_to>(1, 64, 0, second, x.device, 2.0f);
-    expect("add_to", x, std::vector<double>(64, 3.0));
+    cudaEventRecord(added, second);
+    if (with_events) cudaStreamWaitEvent(first, added);
+    launch<add_to>(1, 64, 0, first, x.device, 4.0f);
+    expect("add_to", x, std::vector<double>(64, 7.0));
 }
 static void reduction(bool with_event) {  // a gradient is made on one stream and reduced on another
     emu::machine.run_late = true;
@@ -380,11 +383,11 @@ static const Planted faults[] = {
          cudaMemcpy(host.data(), x.device, 260, cudaMemcpyDeviceToHost);
      },
      "", "not inside one device array"},
-    {"two streams without an event", [] { streams(false); }, "add_to", WRONG, "wrong result|never written"},
+    {"two streams without events", [] { streams(false); }, "add_to", WRONG, "wrong result|never written"},
     {"a gradient reduced without an event", [] { reduction(false); }, "set_to and ncclAllReduce", WRONG},
     {"the host reads before the copy is done", [] { host_reads_early(false); }, "set_to", WRONG},
     {"cublasLtMatmul outside of an array", matmul_outside, "", "cublasLtMatmul, matrix b"},
-    {"(no fault) two streams with an event", [] { streams(true); }, "", ""},
+    {"(no fault) two streams with events", [] { streams(true); }, "", ""},
     {"(no fault) a gradient reduced after an event", [] { reduction(true); }, "", ""},
     {"(no fault) the host waits for the copy", [] { host_reads_early(true); }, "", ""},
 };
