@@ -169,27 +169,21 @@ TEST(changes_of_shards_are_named) {
 // A resume takes other shards if it says so, names what has changed, and then is a run like any other.
 PROGRAM_TEST(run_resume_with_new_data) {
     write_small_corpus(folder, "a_1.bin", 1), write_small_corpus(folder, "b.bin", 2);
-    const std::string a = folder.file("a_*.bin"), b = folder.file("b.bin");
-    const auto resume = [&](const Words& more) { return run(joined({"--resume", "--out", out}, more)); };
-    REQUIRE_GOOD(train({{"out", out}, {"data", a}, {"schedule", "constant"}}));
+    const auto resumed = [&](const std::string& more) { return printed("--resume @/run " + more); };
+    REQUIRE_GOOD(run("small --data=@/a_*.bin --schedule=constant"));
     write_small_corpus(folder, "a_2.bin", 3);
     const std::string before = read_file(out + "/run.json");
-    CHECK_REFUSED(resume({"--steps=3"}), 1, "another corpus", "--allow-new-data goes on with these");
+    check({{"--resume @/run --steps=3", 1, {"another corpus", "--allow-new-data goes on with these"}}});
     CHECK_EQUAL(read_file(out + "/run.json"), before);
-    const Result added = resume({"--steps=4", "--allow-new-data=1"});
-    REQUIRE_GOOD(added);
-    CHECK(holds(added.out, "resume: new data: 1 shard added (" + folder.file("a_2.bin") +
-                               "); all of it in a new order from now on, after 4 samples of the old one\n"));
-    const Result again = resume({"--steps=5"});  // the shards that are there now are the run's
-    REQUIRE_GOOD(again);
-    CHECK(!holds(again.out, "new data"));
-    const Result mixed = resume({"--steps=6", "--allow-new-data=1", "--data", a + ":3," + b + ":1"});
-    REQUIRE_GOOD(mixed);
-    CHECK(holds(mixed.out, "new data: 1 shard added (" + b + ")"));
-    const Result weighted = resume({"--steps=7", "--allow-new-data=1", "--data", a + ":1," + b + ":1"});
-    REQUIRE_GOOD(weighted);
-    CHECK(holds(weighted.out, "new data: the same files with other contents or weights"));
-    REQUIRE_GOOD(resume({"--steps=8"}));
+    CHECK(holds(resumed("--steps=4 --allow-new-data=1"),
+                "resume: new data: 1 shard added (" + file("a_2.bin") +
+                    "); all of it in a new order from now on, after 4 samples of the old one\n"));
+    CHECK(!holds(resumed("--steps=5"), "new data"));  // the shards that are there now are the run's
+    CHECK(holds(resumed("--steps=6 --allow-new-data=1 --data @/a_*.bin:3,@/b.bin:1"),
+                "new data: 1 shard added (" + file("b.bin") + ")"));
+    CHECK(holds(resumed("--steps=7 --allow-new-data=1 --data @/a_*.bin:1,@/b.bin:1"),
+                "new data: the same files with other contents or weights"));
+    resumed("--steps=8");
     CHECK_EQUAL(logged(out, "loss").size(), 8u);
 }
 
@@ -219,14 +213,12 @@ TEST(named_sets_are_parsed) {
 PROGRAM_TEST(run_validates_on_several_sets) {
     const std::string a = write_small_corpus(folder, "a.bin", 1), b = write_small_corpus(folder, "b.bin", 2);
     const std::string sets = "web=" + a + ",code=" + b + ",syn=synthetic";
-    const Result r = train({{"out", out}, {"val-data", sets}, {"eval-batches", "1"}, {"tensorboard", "1"}});
-    REQUIRE_GOOD(r);
-    CHECK(holds(r.out, "valid.: web: 1 shard, 961 tokens"));
-    const Result all = run({"eval", "--from", out, "--val-data", sets, "--eval-batches=2"});
-    REQUIRE_GOOD(all);
-    const auto alone = [&](const std::string& set) {
-        return run({"eval", "--from", out, "--val-data", set, "--eval-batches=2"}).out;
+    const auto evaluated = [&](const std::string& set) {
+        return printed("eval --from @/run --eval-batches=2 --val-data " + set);
     };
+    const std::string trained = printed("small --eval-batches=1 --tensorboard=1 --val-data=" + sets),
+                      all = evaluated(sets);
+    CHECK(holds(trained, "valid.: web: 1 shard, 961 tokens"));
     const std::string main_log = read_file(out + "/main.log"), json_log = read_file(out + "/log.jsonl");
     const std::string events = read_file(glob_files(out + "/events.out.tfevents.*").at(0));
     std::smatch found;
@@ -234,12 +226,12 @@ PROGRAM_TEST(run_validates_on_several_sets) {
         std::string name, pattern, suffix;
     } cases[] = {{"web", a, ""}, {"code", b, "/code"}, {"syn", "synthetic", "/syn"}};
     for (const auto& c : cases) {
-        const std::string text = alone(c.pattern);
+        const std::string text = evaluated(c.pattern);
         REQUIRE(std::regex_search(text, found, std::regex("loss ([0-9.]+),")));
         const std::string loss = found[1];  // four decimals
-        CHECK(holds(all.out, " on " + c.name + ", 128 tokens (2 of "));
-        CHECK(std::regex_search(all.out, std::regex(" on " + c.name + ", [^\n]*loss " + loss + ",")));
-        CHECK(holds(r.out, "step 0002 | val loss " + loss + " (" + c.name + ")"));
+        CHECK(holds(all, " on " + c.name + ", 128 tokens (2 of "));
+        CHECK(std::regex_search(all, std::regex(" on " + c.name + ", [^\n]*loss " + loss + ",")));
+        CHECK(holds(trained, "step 0002 | val loss " + loss + " (" + c.name + ")"));
         CHECK(std::regex_search(main_log, std::regex("s:2 tel" + c.suffix + ":[0-9.]+\n")));
         const std::vector<double> logs = logged(out, "val_loss" + c.suffix);
         CHECK(logs.size() == 2 && std::fabs(logs[1] - std::stod(loss)) <= 0.5e-4 + 0.5e-6);  // what was rounded off
@@ -247,13 +239,12 @@ PROGRAM_TEST(run_validates_on_several_sets) {
         CHECK(holds(events, "val/bits_per_byte" + c.suffix));
     }
     CHECK(holds(json_log, "\"val_set\":\"web\""));
-    const Result report = run({"report", "--from", out, "--html", folder.file("page.html")});
-    REQUIRE_GOOD(report);
-    const std::string page = read_file(folder.file("page.html")), terminal = run({"report", "--from", out}).out;
-    CHECK(holds(page, "\"sets\":[\"code\",\"syn\"]"));
+    REQUIRE_GOOD(run("report --from @/run --html @/page.html"));
+    CHECK(holds(read_file(file("page.html")), "\"sets\":[\"code\",\"syn\"]"));
+    const std::string terminal = printed("report --from @/run");
     for (const char* row : {"validation loss, web ", "validation loss, code ", "validation loss, syn "})
         CHECK(holds(terminal, row));
-    CHECK_REFUSED(train({{"data", b}, {"val-data", sets}, {"out", folder.file("x")}}), 2, "validation loss would be");
-    CHECK_REFUSED(train({{"data", b}, {"val-data", "x=" + a + ",y=synthetic"}, {"tokenizer", "gpt2"}}), 2,
-                  "--val-data synthetic is bytes");
+    const std::string on_b = "small --data=" + b;
+    check({{on_b + " --val-data=" + sets, 2, {"validation loss would be"}},
+           {on_b + " --tokenizer=gpt2 --val-data=x=@/a.bin,y=synthetic", 2, {"--val-data synthetic is bytes"}}});
 }
