@@ -337,10 +337,4 @@ PROGRAM_TEST(run_omp_num_threads_is_bounded_by_the_processors) {
         CHECK(r.status == 2 && holds(r.err, "OMP_NUM_THREADS is '" + none + "'"));
     }
     for (const char* one : {"1,2", "1 ", "1 , 2"}) CHECK(holds(with_threads(one).out, "1 CPU thread each"));
-    // The option is taken at its word, with a warning.
-    const std::string more = std::to_string(processors + 1);
-    const Result asked = run("small --steps=1 --threads=" + more);
-    CHECK_EQUAL(asked.status, 0);
-    CHECK(holds(asked.err, "--threads " + more + ", and this rank has "));
-    CHECK(holds(asked.out, more + " CPU threads each"));
 }
