@@ -5,20 +5,16 @@
 
 namespace program {
 
-// It ended well, or refused in one line that holds one of the words; "" if so.
-inline std::string limit_fault(const Result& r, const Words& one_of) {
-    if (r.status == 0) return "";
-    if (r.status == 127 && holds(r.err, "error while loading shared libraries")) return "";
+// It ended well, or refused in one line that holds one of the words.
+inline void check_limited(const Result& r, const Words& one_of) {
+    tests().checks++;
+    if (r.status == 0 || (r.status == 127 && holds(r.err, "error while loading shared libraries"))) return;
+    const std::string fault = refusal_fault(r, 1, {});
     const bool named =
         std::any_of(one_of.begin(), one_of.end(), [&](const std::string& word) { return holds(r.err, word); });
-    return refusal_fault(r, 1, {}) + (named ? "" : "the line names nothing: '" + r.err + "'");
+    if (!named || !fault.empty())
+        check_failed(__FILE__, __LINE__, "neither '%s' nor others in '%s'; %s", one_of[0], r.err, fault);
 }
-#define CHECK_LIMITED(result, ...)                                                        \
-    do {                                                                                  \
-        tests().checks++;                                                                 \
-        const std::string fault_ = program::limit_fault(result, {__VA_ARGS__});           \
-        if (!fault_.empty()) check_failed(__FILE__, __LINE__, "%s: %s", #result, fault_); \
-    } while (0)
 
 }  // namespace program
 
@@ -34,11 +30,11 @@ PROGRAM_TEST(run_out_of_memory_is_a_line) {
         const std::string limit = format_text("ulimit -v %d; exec \"$@\"", kib);
         const Result trained = in_shell(limit, "small --out=@/other --batch=-");
         refused += trained.status != 0;
-        CHECK_LIMITED(trained, "MiB", "thread");
+        check_limited(trained, {"MiB", "thread"});
         for (const std::string& command :
              {std::string("eval --from @/run --val-data synthetic"), std::string("sample --from @/run --tokens 3"),
               format_text("tokenize --tokenizer bytes --in @/a.txt --out @/t%d", kib)})
-            CHECK_LIMITED(in_shell(limit, command), "MiB", "thread");
+            check_limited(in_shell(limit, command), {"MiB", "thread"});
     }
     CHECK(refused > 0);
     // What a limit leaves is known before anything is allocated.
@@ -64,9 +60,9 @@ PROGRAM_TEST(run_out_of_open_files_is_a_line) {
     write("a.txt", "words");
     for (int files = 4; files <= 12; files++)
         for (const char* command : {"small --out=@/run%d", "tokenize --tokenizer bytes --in @/a.txt --out @/%d"})
-            CHECK_LIMITED(in_shell(format_text("ulimit -n %d; exec \"$@\"", files),
+            check_limited(in_shell(format_text("ulimit -n %d; exec \"$@\"", files),
                                    std::regex_replace(command, std::regex("%d"), std::to_string(files))),
-                          "Too many open files");
+                          {"Too many open files"});
 }
 
 // SIGXFSZ is a full disk.
