@@ -680,18 +680,17 @@ TEST(damaged_vocabularies_are_refused_with_their_place) {
         CHECK_FAILS(1, "several vocabularies", load(f.path));
     }
     // With the files of `write`: the error names this file and says these words.
-    const auto refused = [&](const std::string& file, const std::string& words, const auto& write) {
+    const auto refused = [&](const std::string& file, const char* words, const auto& write) {
         TempFolder f;
         write(f);
         CHECK_FAILS(1, ("/" + file + ": ").c_str(), load(f.path));
-        CHECK_FAILS(1, words.c_str(), load(f.path));
-    };
-    const auto merges_with = [&](const char* words, const std::function<void(std::vector<std::string>&)>& damage) {
-        std::vector<std::string> damaged = lines;
-        damage(damaged);
-        refused("vocab.bpe", words, [&](const TempFolder& f) { write_openai(f.path, damaged, entries); });
+        CHECK_FAILS(1, words, load(f.path));
     };
     using Lines = std::vector<std::string>;
+    const auto damaged = [](auto whole, const auto& damage) { return damage(whole), whole; };
+    const auto merges_with = [&](const char* words, const auto& damage) {
+        refused("vocab.bpe", words, [&](auto& f) { write_openai(f.path, damaged(lines, damage), entries); });
+    };
     merges_with("vocab.bpe: 40 merges, expected 70: the file is cut short", [](Lines& l) { l.resize(41); });
     merges_with("vocab.bpe: line 72: more than the 70 merges", [](Lines& l) { l.push_back("x y"); });
     merges_with("stands here a second time", [](Lines& l) { l[20] = l[10]; });
@@ -709,10 +708,8 @@ TEST(damaged_vocabularies_are_refused_with_their_place) {
         CHECK_FAILS(1, "vocab.bpe: line 4: the merge of \"a\" and \"bc\" can never apply",
                     Tokenizer::gpt2(f.path, int(never.size())));
     }
-    const auto ids_with = [&](const std::string& words, const std::function<void(std::vector<std::string>&)>& damage) {
-        std::vector<std::string> damaged = entries;
-        damage(damaged);
-        refused("encoder.json", words, [&](const TempFolder& f) { write_openai(f.path, lines, damaged); });
+    const auto ids_with = [&](const char* words, const auto& damage) {
+        refused("encoder.json", words, [&](auto& f) { write_openai(f.path, lines, damaged(entries, damage)); });
     };
     ids_with("expected the end of the text", [](Lines& l) { l.back() += "} {"; });
     ids_with("expected ',' or '}'", [](Lines& l) { l[100] += " 7"; });
@@ -734,11 +731,9 @@ TEST(damaged_vocabularies_are_refused_with_their_place) {
     }
     ids_with("found a string, expected a number", [](Lines& l) { l[7] = "\"(\": \"7\""; });
     ids_with("found 7.5, expected a whole number", [](Lines& l) { l[7] = "\"(\": 7.5"; });
-    const auto tiktoken_with = [&](const char* words, const std::function<void(std::vector<std::string>&)>& damage) {
-        std::vector<std::string> damaged = naive.tiktoken_lines();
-        damage(damaged);
-        refused("x.tiktoken", words,
-                [&](const TempFolder& f) { write_file(f.file("x.tiktoken"), lines_text(damaged)); });
+    const auto tiktoken_with = [&](const char* words, const auto& damage) {
+        const std::string text = lines_text(damaged(naive.tiktoken_lines(), damage));
+        refused("x.tiktoken", words, [&](auto& f) { write_file(f.file("x.tiktoken"), text); });
     };
     tiktoken_with("325 tokens, expected 326: the file is cut short", [](Lines& l) { l.pop_back(); });
     tiktoken_with("line 327: more than the 326 tokens", [](Lines& l) { l.push_back("YQ== 326"); });
@@ -749,11 +744,9 @@ TEST(damaged_vocabularies_are_refused_with_their_place) {
     tiktoken_with("line 260: the token \"a\" stands here a second time", [](Lines& l) { l[259] = "YQ== 259"; });
     tiktoken_with("line 257: the tokens before it make 3 tokens of \"xyz\", expected two",
                   [](Lines& l) { l[256] = "eHl6 256"; });
-    const auto llmc_with = [&](const char* words, const std::function<void(std::string&)>& damage) {
-        std::string damaged = naive.llmc();
-        damage(damaged);
-        refused("gpt2_tokenizer.bin", words,
-                [&](const TempFolder& f) { write_file(f.file("gpt2_tokenizer.bin"), damaged); });
+    const auto llmc_with = [&](const char* words, const auto& damage) {
+        const std::string bytes = damaged(naive.llmc(), damage);
+        refused("gpt2_tokenizer.bin", words, [&](auto& f) { write_file(f.file("gpt2_tokenizer.bin"), bytes); });
     };
     llmc_with("100 bytes, shorter than its header of 1024", [](std::string& s) { s.resize(100); });
     llmc_with("byte 0: found 20240329, expected 20240328", [](std::string& s) { s[0]++; });
