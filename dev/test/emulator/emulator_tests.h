@@ -88,13 +88,13 @@ TEST(emulator_atomics_and_last_block) {
     });
 }
 
+inline int bits(double x) {
+    const bf16 b = __float2bfloat16(float(x));
+    unsigned short u;
+    std::memcpy(&u, &b, 2);
+    return int(u);
+}
 TEST(emulator_bf16_rounds_to_nearest_even) {
-    auto bits = [](float f) {
-        const bf16 b = __float2bfloat16(f);
-        unsigned short u;
-        std::memcpy(&u, &b, 2);
-        return int(u);
-    };
     auto value = [](int b) {
         const unsigned short u = (unsigned short)b;
         bf16 x;
@@ -129,19 +129,14 @@ TEST(emulator_mma_fragments) {
     for (size_t i = 0; i < B.size(); i++) B[i] = double(i * 53 % 97) - 48, C[i] = double(i);
     std::vector<unsigned> a(128, 0), b(64, 0);
     std::vector<float> c(128);
-    auto bits = [](double x) {
-        const bf16 h = __float2bfloat16(float(x));
-        unsigned short u;
-        std::memcpy(&u, &h, 2);
-        return unsigned(u);
-    };
     auto place_c = [](int t, int v) { return size_t(t % 4 * 32 + t / 4 + v % 2 * 16 + v / 2 * 8); };
     for (int t = 0; t < 32; t++) {
         for (int v = 0; v < 8; v++)
-            a[size_t(t * 4 + v / 2)] |= bits(A[size_t(t % 4 * 32 + t / 4 + v % 2 * 16 + v / 2 % 2 * 8 + v / 4 * 128)])
-                                        << v % 2 * 16;
+            a[size_t(t * 4 + v / 2)] |=
+                unsigned(bits(A[size_t(t % 4 * 32 + t / 4 + v % 2 * 16 + v / 2 % 2 * 8 + v / 4 * 128)])) << v % 2 * 16;
         for (int v = 0; v < 4; v++)
-            b[size_t(t * 2 + v / 2)] |= bits(B[size_t(t % 4 * 16 + t / 4 + v % 2 * 8 + v / 2 * 64)]) << v % 2 * 16;
+            b[size_t(t * 2 + v / 2)] |= unsigned(bits(B[size_t(t % 4 * 16 + t / 4 + v % 2 * 8 + v / 2 * 64)]))
+                                        << v % 2 * 16;
         for (int v = 0; v < 4; v++) c[size_t(t * 4 + v)] = float(C[place_c(t, v)]);
     }
     DeviceArray<unsigned> device_a(a), device_b(b);
