@@ -63,7 +63,9 @@ struct DeviceArray {
     template <class From>
     explicit DeviceArray(const std::vector<From>& values) : DeviceArray(values.size()) {
         std::vector<T> converted(values.size());
-        for (size_t i = 0; i < values.size(); i++) converted[i] = T(float(values[i]));
+        for (size_t i = 0; i < values.size(); i++)
+            if constexpr (std::is_integral_v<T>) converted[i] = values[i];
+            else converted[i] = T(float(values[i]));
         CUDA_CHECK(cudaMemcpy(data, converted.data(), count * sizeof(T), cudaMemcpyHostToDevice));
     }
     DeviceArray(const DeviceArray&) = delete;
@@ -80,11 +82,6 @@ struct DeviceArray {
         return values;
     }
 };
-template <>
-template <class From>
-inline DeviceArray<uint32_t>::DeviceArray(const std::vector<From>& values) : DeviceArray(values.size()) {
-    CUDA_CHECK(cudaMemcpy(data, values.data(), count * sizeof(uint32_t), cudaMemcpyHostToDevice));
-}
 
 template <class T>
 void check_written([[maybe_unused]] const DeviceArray<T>& array) {
@@ -441,8 +438,7 @@ inline void check_setups(const std::vector<Setup>& table) {
 }
 // Shapes with another compression, other selection blocks, another window, some of the queries.
 inline NsaShape compressed(NsaShape s, int l, int d) {
-    s.l = l;
-    s.d = d;
+    s.l = l, s.d = d;
     return s;
 }
 inline NsaShape blocks_of_tokens(NsaShape s, int slc_block) {
@@ -450,13 +446,11 @@ inline NsaShape blocks_of_tokens(NsaShape s, int slc_block) {
     return s;
 }
 inline NsaShape windowed(NsaShape s, int window, bool full = false) {
-    s.window = window;
-    s.full = full;
+    s.window = window, s.full = full;
     return s;
 }
 inline NsaShape from(NsaShape s, int first, int queries) {
-    s.first = first;
-    s.queries = queries;
+    s.first = first, s.queries = queries;
     return s;
 }
 
