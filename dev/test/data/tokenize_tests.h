@@ -23,6 +23,11 @@ struct TokenizeFixture {
         options.in = {folder.file(name)};
         return folder.file(name);
     }
+    // What reading the inputs as bytes counts.
+    TokenizeCounts counts(const std::string& separator = "") {
+        return encode_files("tokenize", options, TextInputs(options.in, "tokenize"), separator, Tokenizer::bytes(),
+                            [](const TokenBlock&) {});
+    }
     // All shards of a split one after the other, checked field by field.
     std::vector<uint16_t> shards(const std::string& split, int first_index, size_t expected_files) {
         std::vector<uint16_t> tokens;
@@ -253,10 +258,7 @@ TEST(tokenize_passes_over_what_is_bad) {
         CHECK_EQUAL(TextInputs({in, f.folder.file("none.txt")}, "tokenize", true).bad.size(), 2u);
     }
     f.input("l.jsonl", "{\"text\": \"two\"}\n{\"text\": 2}\n\xFF\n{}\n{\"text\": \"three\"}\n[");
-    CHECK_EQUAL(encode_files("tokenize", f.options, TextInputs(f.options.in, "tokenize"), "", Tokenizer::bytes(),
-                             [](const TokenBlock&) {})
-                    .bad_lines.count,
-                4u);
+    CHECK_EQUAL(f.counts().bad_lines.count, 4u);
     f.options.out = f.folder.file("lines");
     tokenize_files(f.options);
     CHECK_EQUAL(f.train(), "|two|three");
@@ -275,7 +277,6 @@ TEST(tokenize_passes_over_what_is_bad) {
 // What is no error and may not be meant is counted.
 TEST(tokenize_finds_odd_bytes) {
     TokenizeFixture f;
-    const Tokenizer tokenizer = Tokenizer::bytes();
     f.input("a.txt", "fine");
     std::string text = "\xEF\xBB\xBF";
     for (int i = 0; i < 20; i++) text += "caf\xC3\xA9 caf\xE9 ";
@@ -283,8 +284,7 @@ TEST(tokenize_finds_odd_bytes) {
     f.options.in.push_back(f.folder.file("b.txt"));
     for (const size_t block_bytes : {9, 1 << 20}) {
         f.options.block_bytes = block_bytes;
-        const TokenizeCounts counts = encode_files("tokenize", f.options, TextInputs(f.options.in, "tokenize"), "\n",
-                                                   tokenizer, [](const TokenBlock&) {});
+        const TokenizeCounts counts = f.counts("\n");
         CHECK_EQUAL(counts.invalid_utf8.words(), "20 times, the first in " + f.folder.file("b.txt") + " at byte 12");
         CHECK_EQUAL(counts.nul.words(),
                     "2 times, the first in " + f.folder.file("b.txt") + format_text(" at byte %d", text.size()));
@@ -381,7 +381,6 @@ TEST(validation_is_drawn_whatever_the_files) {
 // The marker of others for the end of a document is counted wherever blocks end, but not where it is the separator.
 TEST(tokenize_counts_end_of_text_in_the_text) {
     TokenizeFixture f;
-    const Tokenizer tokenizer = Tokenizer::bytes();
     std::string text = "<|endoftext|>";
     for (int i = 0; i < 20; i++) text += "Once.\n<|endoftext|>\nTwice <|endoftext| >";
     f.input("a.txt", text);
@@ -390,8 +389,7 @@ TEST(tokenize_counts_end_of_text_in_the_text) {
     for (const std::string separator : {"", "<|endoftext|>", "\n<|endoftext|>\n", "Twice"})
         for (const size_t block_bytes : {1, 9, 100, 1 << 20}) {
             f.options.block_bytes = block_bytes;
-            const auto counts = encode_files("tokenize", f.options, TextInputs(f.options.in, "tokenize"), separator,
-                                             tokenizer, [](const TokenBlock&) {});
+            const TokenizeCounts counts = f.counts(separator);
             const uint64_t in_txt = separator == "<|endoftext|>" ? 0 : separator[0] == '\n' ? 1 : 21;
             CHECK_EQUAL(counts.end_of_text.count, in_txt + 2);
             CHECK_EQUAL(counts.end_of_text.first, f.options.in[in_txt ? 0 : 1] + " at byte 0");
