@@ -16,7 +16,6 @@
 // 2^-149, and bf16 as multiples of 2^-133.
 #pragma once
 #include <memory>
-#include <vector>
 
 #include "../../../lib/model/gradient_check.h"
 #include "../../../nsa_cpu.h"

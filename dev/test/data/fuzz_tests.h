@@ -1,9 +1,6 @@
 // fuzz_tests.h: what the fuzz targets of dev/fuzz/ found, and the promises they hold the readers to, as tests that need
 // no fuzzer: messages that are one printable line, memory in proportion to the file, paths that stay in their folder.
 #pragma once
-#include "../harness.h"
-
-#include "../../../lib/run/checkpoint.h"
 #include "../../../lib/data/tokenize.h"
 #include "../../../dataloader.h"
 #include "../../../tokenizer.h"

@@ -2,7 +2,6 @@
 // alone, and the same number from training and `eval`, for any micro-batch and any ranks.
 #pragma once
 #include "model_tests.h"
-#include "../program/program.h"
 
 namespace choices {
 

@@ -2,7 +2,6 @@
 // over whole training steps, and what --cpu-dtype bf16 may change.
 #pragma once
 #include "model_tests.h"
-#include "../ops/oracle.h"
 
 // Two training steps on `threads` threads: the loss of each, then all parameters. The heads, blocks and window of
 // MEDIUM make attention tiles of several kinds; GPT-2's vocabulary makes several blocks in the head's GEMM.

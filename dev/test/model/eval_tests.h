@@ -2,7 +2,6 @@
 // any micro-batch and any ranks; the loss by position; and which checkpoint --step takes.
 #pragma once
 #include "model_tests.h"
-#include "../program/program.h"
 
 namespace evaluation {
 

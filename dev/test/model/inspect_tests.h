@@ -3,7 +3,6 @@
 // dev/browser_check.py sees; it runs here where there is a Chromium.
 #pragma once
 #include "model_tests.h"
-#include "../program/program.h"
 
 namespace inspect_test {
 

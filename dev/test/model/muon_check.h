@@ -1,10 +1,7 @@
 // muon_check.h: steps of --optimizer muon against fp64: the update's matrix, taken through the five polynomials by
 // plain loops. For engine_model_tests.h.
 #pragma once
-#include <algorithm>
 #include <array>
-#include <cmath>
-#include <vector>
 
 #include "../harness.h"
 

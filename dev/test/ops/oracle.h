@@ -10,11 +10,7 @@
 // that an engine which computes in `real` may have made in it. Every oracle computes with Numbers, the specification
 // too, so each expected element brings its own limit.
 #pragma once
-#include <algorithm>
-#include <cmath>
-#include <cstring>
 #include <limits>
-#include <vector>
 
 #include "../../../nsa_cpu.h"
 #include "../harness.h"

@@ -6,7 +6,6 @@
 
 #include "ddp_tests.h"
 #include "emulated_run_tests.h"
-#include "../program/program.h"
 
 namespace launches {
 using namespace emulated_runs;
