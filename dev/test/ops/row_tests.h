@@ -112,14 +112,9 @@ ENGINE_TEST(rmsnorm) {
         check_rmsnorm<E>(N, C);
     // dweight is summed in parts: of 64 rows on the CPU, of more than 8 on a GPU that has very many rows, whose warps
     // take one after the other; wide rows have fewer warps, and the widest more shared memory than is there unasked
-    for (const auto& [N, C] : {std::array<int, 2>{64, 33},
-                               {200, 33},
-                               {129, 20},
-                               {512 * 8 + 5, 8},
-                               {512 * 24 + 7, 8},
-                               {23, 2056},
-                               {3, 12296}})
-        check_rmsnorm<E>(N, C);
+    const int shapes[][2] = {{64, 33},          {200, 33},  {129, 20}, {512 * 8 + 5, 8},
+                             {512 * 24 + 7, 8}, {23, 2056}, {3, 12296}};
+    for (const auto& [N, C] : shapes) check_rmsnorm<E>(N, C);
 }
 
 // The smear of B sequences, or of one whose first `first` tokens are not asked for.
@@ -218,15 +213,9 @@ void check_matmul(typename E::Dev& dev, int N, int C, int OC) {
 }
 ENGINE_TEST(matmul) {
     const auto dev = E::open();
-    for (const auto& [N, C, OC] : {std::array<int, 3>{1, 1, 1},
-                                   {33, 70, 130},
-                                   {130, 33, 65},
-                                   {1, 257, 66},
-                                   {1, 8, 8},
-                                   {33, 72, 136},
-                                   {130, 40, 24},
-                                   {1, 264, 64}})
-        check_matmul<E>(*dev, N, C, OC);
+    const int shapes[][3] = {{1, 1, 1}, {33, 70, 130}, {130, 33, 65}, {1, 257, 66},
+                             {1, 8, 8}, {33, 72, 136}, {130, 40, 24}, {1, 264, 64}};
+    for (const auto& [N, C, OC] : shapes) check_matmul<E>(*dev, N, C, OC);
 }
 
 // Muon's products: of several matrices, with what is added multiplied by a factor.
