@@ -300,33 +300,18 @@ PROGRAM_TEST(run_from_text_to_sample_with_an_own_vocabulary) {
 // of its interval.
 TEST(run_choose_token_has_the_right_frequencies) {
     const int K = 20000;
-    struct {
+    struct Case {
         std::vector<float> logits;
-        double temperature;
-        int64_t top_k;
-        double top_p;
-    } const cases[] = {
-        {{1, 3, 2, 0, -1, 2.5f}, 1, 0, 1},
-        {{1, 3, 2, 0, -1, 2.5f}, 0.5, 0, 1},
-        {{1, 3, 2, 0, -1, 2.5f}, 3, 0, 1},
-        {{1, 3, 2, 0, -1, 2.5f}, 1, 1, 1},
-        {{1, 3, 2, 0, -1, 2.5f}, 1, 3, 1},
-        {{1, 3, 2, 0, -1, 2.5f}, 1, 6, 1},
-        {{1, 3, 2, 0, -1, 2.5f}, 1, 99, 1},
-        {{1, 3, 2, 0, -1, 2.5f}, 1, 0, 0.5},
-        {{1, 3, 2, 0, -1, 2.5f}, 1, 0, 0.99},
-        {{1, 3, 2, 0, -1, 2.5f}, 1, 0, 0},
-        {{1, 3, 2, 0, -1, 2.5f}, 1, 4, 0.7},
-        {{1, 3, 2, 0, -1, 2.5f}, 0.7, 4, 0.9},
-        {{5, 5, 5, 5}, 1, 0, 0.5},
-        {{5, 5, 5, 5}, 1, 3, 1},
-        {{5, 5, 5, 5}, 1, 2, 0.5},
-        {{0, 1000, -1000, 999}, 1, 0, 1},
-        {{-1e4f, 1e4f}, 100, 0, 1},
-        {{0.5f}, 1, 0, 1},
-        {{2, 2, 1, 1, 3, 3}, 1, 3, 1},
-        {{2, 2, 1, 1, 3, 3}, 1, 0, 0.8},
+        double temperature, top_k, top_p;
     };
+    std::vector<Case> cases = {{{5, 5, 5, 5}, 1, 0, 0.5},     {{5, 5, 5, 5}, 1, 3, 1},
+                               {{5, 5, 5, 5}, 1, 2, 0.5},     {{0, 1000, -1000, 999}, 1, 0, 1},
+                               {{-1e4f, 1e4f}, 100, 0, 1},    {{0.5f}, 1, 0, 1},
+                               {{2, 2, 1, 1, 3, 3}, 1, 3, 1}, {{2, 2, 1, 1, 3, 3}, 1, 0, 0.8}};
+    const double settings[][3] = {{1, 0, 1},  {0.5, 0, 1}, {3, 0, 1},    {1, 1, 1}, {1, 3, 1},   {1, 6, 1},
+                                  {1, 99, 1}, {1, 0, 0.5}, {1, 0, 0.99}, {1, 0, 0}, {1, 4, 0.7}, {0.7, 4, 0.9}};
+    for (const auto& [temperature, top_k, top_p] : settings)
+        cases.push_back({{1, 3, 2, 0, -1, 2.5f}, temperature, top_k, top_p});
     for (const auto& c : cases) {
         // The oracle: by decreasing probability, the first k, of those the shortest prefix that holds top_p of the
         // mass.
@@ -343,7 +328,7 @@ TEST(run_choose_token_has_the_right_frequencies) {
         }
         std::vector<int> count(c.logits.size(), 0);
         for (int k = 0; k < K; k++)
-            count[size_t(choose_token(c.logits, c.temperature, c.top_k, c.top_p, (k + 0.5) / K))]++;
+            count[size_t(choose_token(c.logits, c.temperature, int64_t(c.top_k), c.top_p, (k + 0.5) / K))]++;
         for (size_t i = 0; i < p.size(); i++) CHECK_NEAR(count[i], K * p[i] / kept, p[i] > 0 ? 1 + 1e-6 : 0);
     }
     for (const double uniform : {0.0, 0.3, 1 - 0x1p-53}) {  // temperature 0: the likeliest, of equals the first
