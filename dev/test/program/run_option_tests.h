@@ -8,8 +8,7 @@
 
 // Numbers beyond either end of their range, words outside their list, flags with a value: through the binary, for every
 // option of the table.
-TEST(run_options_out_of_range_are_refused) {
-    using namespace program;
+PROGRAM_TEST(run_options_out_of_range_are_refused) {
     for (const Option& o : OPTIONS) {
         const std::string name = "--" + std::string(o.name), verb = first_verb(o);
         Words wrong;
@@ -27,8 +26,7 @@ TEST(run_options_out_of_range_are_refused) {
     }
 }
 
-TEST(run_options_are_parsed_strictly) {
-    using namespace program;
+PROGRAM_TEST(run_options_are_parsed_strictly) {
     for (const Option& o : OPTIONS) {
         const std::string name = "--" + std::string(o.name), verb = first_verb(o);
         if (o.integer || o.real) {
@@ -100,8 +98,7 @@ PROGRAM_TEST(run_takes_odd_names) {
 static const program::Start UNWRAPPED = {{"COLUMNS=100000"}};
 
 // Wrapped at what COLUMNS says, else at the terminal's width, else at 80: the same words, and no line that is longer.
-TEST(run_help_is_wrapped_at_the_terminals_width) {
-    using namespace program;
+PROGRAM_TEST(run_help_is_wrapped_at_the_terminals_width) {
     struct {
         const char* columns;
         int terminal;
@@ -131,8 +128,7 @@ inline std::string find_line(const std::string& text, const std::string& beginni
     return "";
 }
 
-TEST(run_help_lists_every_option_with_default_and_range) {
-    using namespace program;
+PROGRAM_TEST(run_help_lists_every_option_with_default_and_range) {
     for (const VerbName& v : VERBS) {
         const Result help = run({v.name, "--help"}, UNWRAPPED);
         REQUIRE_GOOD(help);
@@ -167,8 +163,7 @@ TEST(run_help_lists_every_option_with_default_and_range) {
 }
 
 // The line of a preset in --help, given as options, is the preset.
-TEST(run_help_tells_the_presets_as_they_are) {
-    using namespace program;
+PROGRAM_TEST(run_help_tells_the_presets_as_they_are) {
     const std::string help = run({"--help"}, UNWRAPPED).out;
     for (const Config& p : PRESETS) {
         const std::string line = find_line(help, "  --model " + std::string(p.model) + " ");
