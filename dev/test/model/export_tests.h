@@ -165,14 +165,12 @@ PROGRAM_TEST(export_writes_a_model_card) {
     size_t parameters = 0;
     for (const TensorView& t : SafeTensors(file("real/model.safetensors")).tensors) parameters += size_t(t.elements());
     for (const std::string& text :
-         {std::string("\n# real\n"), std::string("from_pretrained(\"real\")"),
-          std::string("from_pretrained(\"real\", "), std::string("Native Sparse Attention"),
-          std::string("No licence is stated"), format_text("- %d parameters", parameters),
-          std::string("- tokenizer: bytes, 256 tokens; sequences of 64\n"),
-          std::string("- data: `train.bin:3`, `more.bin`\n"),
-          format_text(
-              "- training: 3 steps, 512 tokens; loss of the last 3 steps %.4f nats a token; validation loss %.4f", mean,
-              logged(out, "val_loss").back())})
+         Words{"\n# real\n", "from_pretrained(\"real\")", "from_pretrained(\"real\", ", "Native Sparse Attention",
+               "No licence is stated", format_text("- %d parameters", parameters),
+               "- tokenizer: bytes, 256 tokens; sequences of 64\n", "- data: `train.bin:3`, `more.bin`\n",
+               format_text(
+                   "- training: 3 steps, 512 tokens; loss of the last 3 steps %.4f nats a token; validation loss %.4f",
+                   mean, logged(out, "val_loss").back())})
         if (!holds(card, text)) check_failed(__FILE__, __LINE__, "no '%s' in %s", text, card);
     CHECK(!holds(card, folder.path));
     REQUIRE_GOOD(run("--resume @/run --steps=4 --allow-new-data --data @/more.bin"));

@@ -32,8 +32,8 @@ PROGRAM_TEST(run_out_of_memory_is_a_line) {
         refused += trained.status != 0;
         check_limited(trained, {"MiB", "thread"});
         for (const std::string& command :
-             {std::string("eval --from @/run --val-data synthetic"), std::string("sample --from @/run --tokens 3"),
-              format_text("tokenize --tokenizer bytes --in @/a.txt --out @/t%d", kib)})
+             Words{"eval --from @/run --val-data synthetic", "sample --from @/run --tokens 3",
+                   format_text("tokenize --tokenizer bytes --in @/a.txt --out @/t%d", kib)})
             check_limited(in_shell(limit, command), {"MiB", "thread"});
     }
     CHECK(refused > 0);

@@ -220,18 +220,16 @@ PROGRAM_TEST(names_on_stdout_hold_no_escapes) {
     write_file(odd + "/h", "{\"ctx\": \"a\", \"endings\": [\"b\", \"c\"], \"label\": 1}\n");
     const std::string data = " --data=$/s_train_*.bin --val-data=$/s_val_*.bin ";
     for (const std::string& command :
-         {std::string("vocabulary --in $/t.txt --size 260 --out $/v"),
-          std::string("tokenize --in $/t.txt --tokenizer bytes --val-fraction 0.1 --out $/s"),
-          "small --out=$/run --hellaswag=$/h" + data, "small --out=$/run" + data,
-          std::string("--resume $/run --steps=3 --val-data x=$/s_val_*.bin,y=$/s_val_*.bin"),
-          std::string("--resume $/run --steps=4 --allow-new-data --data $/s_val_*.bin --val-data="),
-          "--init-from $/run --out $/second --steps=0" + data,
-          std::string("--config $/run/run.json --out $/third --steps=0"),
-          std::string("eval --from $/run --val-data $/s_val_*.bin --text $/t.txt --hellaswag $/h"),
-          std::string("inspect --from $/run --text $/t.txt --html $/i.html --json $/i.json"),
-          std::string("report --from $/run"), std::string("report --from $/run $/second"),
-          std::string("report --from $/run --html $/r.html"), std::string("export --from $/run --out $/hf"),
-          std::string("import --from $/hf --out $/back")}) {
+         Words{"vocabulary --in $/t.txt --size 260 --out $/v",
+               "tokenize --in $/t.txt --tokenizer bytes --val-fraction 0.1 --out $/s",
+               "small --out=$/run --hellaswag=$/h" + data, "small --out=$/run" + data,
+               "--resume $/run --steps=3 --val-data x=$/s_val_*.bin,y=$/s_val_*.bin",
+               "--resume $/run --steps=4 --allow-new-data --data $/s_val_*.bin --val-data=",
+               "--init-from $/run --out $/second --steps=0" + data, "--config $/run/run.json --out $/third --steps=0",
+               "eval --from $/run --val-data $/s_val_*.bin --text $/t.txt --hellaswag $/h",
+               "inspect --from $/run --text $/t.txt --html $/i.html --json $/i.json", "report --from $/run",
+               "report --from $/run $/second", "report --from $/run --html $/r.html", "export --from $/run --out $/hf",
+               "import --from $/hf --out $/back"}) {
         Words words = arguments(command);
         for (std::string& word : words)
             for (size_t at; (at = word.find('$')) != std::string::npos;) word.replace(at, 1, odd);

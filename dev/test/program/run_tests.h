@@ -75,7 +75,7 @@ PROGRAM_TEST(run_verbs_of_one_process_ignore_launchers) {
                                  "RANK=", "LOCAL_RANK=x"}) {
         const Start start{{variable, *variable == 'S' ? "RANK=0" : "SLURM_NTASKS=many"}};
         const std::string tokenize = "tokenize --tokenizer bytes --in @/a.txt --out @/";
-        for (const std::string& command : {std::string("--version"), std::string("help eval"), tokenize + variable})
+        for (const std::string& command : Words{"--version", "help eval", tokenize + variable})
             REQUIRE_GOOD(run(command, start));
     }
     REQUIRE_GOOD(run("small --steps=1", {{"SLURM_NTASKS=8192"}}));
