@@ -1394,19 +1394,12 @@ __device__ inline void attend_to(const LayerOutputs<bf16, float>& out, const Lay
 // The budgets of this and the following kernels: cycles of an sm_90 multiprocessor for 16 rows and 64 keys (one head),
 // D = 64 / 128, by the inner loop's machine code and the data sheet's rates. The largest bounds the loop.
 //     mma 102 / 205, ldmatrix 64 / 192, exponentials 68 / 72, instructions 124 / 179, L2 87 / 174
-template <unsigned SET, int D>
-__global__ void __launch_bounds__(MOST_TILE_THREADS<D, false>, TILE_BLOCKS<D, false>)
+template <unsigned SET, int D, Multiplier by>
+__global__ void __launch_bounds__(MOST_TILE_THREADS<D, false, by>, TILE_BLOCKS<D, false, by>)
     attention_forward_kernel(LayerOutputs<bf16, float> out, LayerInputs<bf16, float> in, ForwardOptions options,
                              AttentionShape s) {
     wait_for_earlier_kernels();
-    attend_to<SET, D, WARP>(out, in, options, s);
-}
-template <unsigned SET, int D>
-__global__ void __launch_bounds__(MOST_TILE_THREADS<D, false, WARPGROUP>, TILE_BLOCKS<D, false, WARPGROUP>)
-    warpgroup_forward_kernel(LayerOutputs<bf16, float> out, LayerInputs<bf16, float> in, ForwardOptions options,
-                             AttentionShape s) {
-    wait_for_earlier_kernels();
-    if constexpr (COMPILED_FOR_WGMMA) attend_to<SET, D, WARPGROUP>(out, in, options, s);
+    if constexpr (by == WARP || COMPILED_FOR_WGMMA) attend_to<SET, D, by>(out, in, options, s);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1587,19 +1580,12 @@ __device__ inline void compute_dq(const LayerGradients<bf16, float>& d, const La
         }
 }
 //     mma 154 / 307, ldmatrix 96 / 384, exponentials 64 / 64, instructions 114 / 182, L2 87 / 174
-template <int D>
-__global__ void __launch_bounds__(MOST_TILE_THREADS<D, true>, TILE_BLOCKS<D, true>)
+template <int D, Multiplier by>
+__global__ void __launch_bounds__(MOST_TILE_THREADS<D, true, by>, TILE_BLOCKS<D, true, by>)
     attention_dq_kernel(LayerGradients<bf16, float> d, LayerInputs<bf16, float> in, DqOptions options, AttentionShape s,
                         AttentionShape cmp) {
     wait_for_earlier_kernels();
-    compute_dq<D, WARP>(d, in, options, s, cmp);
-}
-template <int D>
-__global__ void __launch_bounds__(MOST_TILE_THREADS<D, true, WARPGROUP>, TILE_BLOCKS<D, true, WARPGROUP>)
-    warpgroup_dq_kernel(LayerGradients<bf16, float> d, LayerInputs<bf16, float> in, DqOptions options, AttentionShape s,
-                        AttentionShape cmp) {
-    wait_for_earlier_kernels();
-    if constexpr (COMPILED_FOR_WGMMA) compute_dq<D, WARPGROUP>(d, in, options, s, cmp);
+    if constexpr (by == WARP || COMPILED_FOR_WGMMA) compute_dq<D, by>(d, in, options, s, cmp);
 }
 
 // In the compressed branch the queries are cut into parts: the keys are few, so their tiles alone would not fill a GPU,
@@ -1703,23 +1689,15 @@ __device__ inline void compute_dkdv(bf16* dk, bf16* dv, float* partial, const bf
 }
 // Of 16 keys and 64 rows,
 //     mma 205 / 410, ldmatrix 192 / 640, exponentials 64 / 64, instructions 129 / 223, L2 174 (selected 87) / 347
-template <Branch branch, int D>
-__global__ void __launch_bounds__(dkdv_threads<D, dkdv_keys<branch, D>()>(), dkdv_blocks<D, dkdv_keys<branch, D>()>())
+template <Branch branch, int D, Multiplier by>
+__global__ void __launch_bounds__(dkdv_threads<D, dkdv_keys<branch, D, by>(), by>(),
+                                  dkdv_blocks<D, dkdv_keys<branch, D, by>(), by>())
     attention_dkdv_kernel(bf16* dk, bf16* dv, float* partial, const bf16* dout, const bf16* q, const bf16* k,
                           const bf16* v, const float* row_dot, const float* lse_gated, const uint32_t* selection,
                           AttentionShape s) {
     wait_for_earlier_kernels();
-    compute_dkdv<branch, D, WARP>(dk, dv, partial, dout, q, k, v, row_dot, lse_gated, selection, s);
-}
-template <Branch branch, int D>
-__global__ void __launch_bounds__(dkdv_threads<D, dkdv_keys<branch, D, WARPGROUP>(), WARPGROUP>(),
-                                  dkdv_blocks<D, dkdv_keys<branch, D, WARPGROUP>(), WARPGROUP>())
-    warpgroup_dkdv_kernel(bf16* dk, bf16* dv, float* partial, const bf16* dout, const bf16* q, const bf16* k,
-                          const bf16* v, const float* row_dot, const float* lse_gated, const uint32_t* selection,
-                          AttentionShape s) {
-    wait_for_earlier_kernels();
-    if constexpr (COMPILED_FOR_WGMMA)
-        compute_dkdv<branch, D, WARPGROUP>(dk, dv, partial, dout, q, k, v, row_dot, lse_gated, selection, s);
+    if constexpr (by == WARP || COMPILED_FOR_WGMMA)
+        compute_dkdv<branch, D, by>(dk, dv, partial, dout, q, k, v, row_dot, lse_gated, selection, s);
 }
 // dk, dv [B, G, key_stride, D] = the sums of the parts; one block per tile of keys and (sequence, group)
 template <int D>
@@ -1977,16 +1955,12 @@ template <unsigned SET, int D>
 inline void launch_forward_kernel(const LayerOutputs<bf16, float>& out, const LayerInputs<bf16, float>& in,
                                   const NsaShape& s, const ForwardOptions& options, bool warpgroups,
                                   cudaStream_t stream) {
-    with_multiplier<D>(warpgroups, [&](auto multiplier) {
-        constexpr Multiplier by = decltype(multiplier)::value;
-        using Rows = QueryRows<D, false, by>;
+    with_multiplier<D>(warpgroups, [&](auto by) {
+        using Rows = QueryRows<D, false, by()>;
         const AttentionShape a =
-            attention_shape(SET == COMPRESSED ? CMP : WIN, s, 0, query_rows_of_device(D, false, by));
-        const unsigned blocks = unsigned(a.tiles * a.batch_groups);
-        const size_t bytes = Rows::bytes(a);
-        if constexpr (by == WARPGROUP)
-            launch<warpgroup_forward_kernel<SET, D>>(blocks, Rows::threads(a), bytes, stream, out, in, options, a);
-        else launch<attention_forward_kernel<SET, D>>(blocks, Rows::threads(a), bytes, stream, out, in, options, a);
+            attention_shape(SET == COMPRESSED ? CMP : WIN, s, 0, query_rows_of_device(D, false, by()));
+        launch<attention_forward_kernel<SET, D, by()>>(unsigned(a.tiles * a.batch_groups), Rows::threads(a),
+                                                       Rows::bytes(a), stream, out, in, options, a);
     });
 }
 // The branches of options.branches and, where out.attn is given, the gated sum. The compressed branch has a launch of
@@ -2020,17 +1994,13 @@ inline void launch_dkdv(const LayerGradients<bf16, float>& to, const LayerInputs
     float* partial = nullptr;
     if constexpr (branch == CMP) partial = cmp_partial_sums<D>(pieces, s);
     const size_t used_bytes = shared_bytes({branch == SLC ? tile_words(a.queries) * sizeof(uint32_t) : 0});
-    with_multiplier<D>(warpgroups, [&](auto multiplier) {
-        constexpr Multiplier by = decltype(multiplier)::value;
-        constexpr int KEYS = dkdv_keys<branch, D, by>(), THREADS = dkdv_threads<D, KEYS, by>();
+    with_multiplier<D>(warpgroups, [&](auto by) {
+        constexpr int KEYS = dkdv_keys<branch, D, by()>();
         const unsigned blocks = unsigned((a.keys + KEYS - 1) / KEYS * a.batch_groups * a.parts);
-        const size_t bytes = TokenBuffers<branch, D, KEYS, by>::bytes() + used_bytes;
-        if constexpr (by == WARPGROUP)
-            launch<warpgroup_dkdv_kernel<branch, D>>(blocks, THREADS, bytes, stream, d.dk, d.dv, partial, d.dout, in.q,
-                                                     in.k, in.v, d.row_dot, d.lse_gated, in.selection, a);
-        else
-            launch<attention_dkdv_kernel<branch, D>>(blocks, THREADS, bytes, stream, d.dk, d.dv, partial, d.dout, in.q,
-                                                     in.k, in.v, d.row_dot, d.lse_gated, in.selection, a);
+        const size_t bytes = TokenBuffers<branch, D, KEYS, by()>::bytes() + used_bytes;
+        launch<attention_dkdv_kernel<branch, D, by()>>(blocks, dkdv_threads<D, KEYS, by()>(), bytes, stream, d.dk, d.dv,
+                                                       partial, d.dout, in.q, in.k, in.v, d.row_dot, d.lse_gated,
+                                                       in.selection, a);
     });
     if constexpr (branch == CMP)
         if (a.parts > 1)
@@ -2054,17 +2024,13 @@ inline void launch_attention_backward(const LayerGradients<bf16, float>& d, cons
         launch_gather_dq<D>(gathered, d, in, s, options.choice, stream);
         options.gathered = gathered;
     }
-    with_multiplier<D>(asked.warpgroups, [&](auto multiplier) {
-        constexpr Multiplier by = decltype(multiplier)::value;
-        using Rows = QueryRows<D, true, by>;
-        const int rows = query_rows_of_device(D, true, by);
+    with_multiplier<D>(asked.warpgroups, [&](auto by) {
+        using Rows = QueryRows<D, true, by()>;
+        const int rows = query_rows_of_device(D, true, by());
         const AttentionShape a = attention_shape(WIN, s, 0, rows);  // SLC's too
         const AttentionShape cmp = attention_shape(CMP, s, 0, rows);
-        const unsigned blocks = unsigned(a.tiles * a.batch_groups);
-        const size_t bytes = Rows::bytes(a);
-        if constexpr (by == WARPGROUP)
-            launch<warpgroup_dq_kernel<D>>(blocks, Rows::threads(a), bytes, stream, d, in, options, a, cmp);
-        else launch<attention_dq_kernel<D>>(blocks, Rows::threads(a), bytes, stream, d, in, options, a, cmp);
+        launch<attention_dq_kernel<D, by()>>(unsigned(a.tiles * a.batch_groups), Rows::threads(a), Rows::bytes(a),
+                                             stream, d, in, options, a, cmp);
     });
     if (branches >> WIN & 1) launch_dkdv<WIN, D>(d, in, s, asked.warpgroups, scratch, stream);
     if (branches >> CMP & 1) launch_dkdv<CMP, D>(d, in, s, asked.warpgroups, scratch, stream);

@@ -80,7 +80,8 @@ count_loops() {
         /Function : / {
             report()
             name = $0; sub(/.*Function : (void )?/, "", name)
-            gsub(/\(Branch\)|\(int\)|\(bool\)/, "", name); sub(/\(.*/, "", name)
+            gsub(/\(Branch\)|\(int\)|\(bool\)/, "", name); sub(/\(Multiplier\)0/, "WARP", name)
+            sub(/\(Multiplier\)1/, "WARPGROUP", name); sub(/\(.*/, "", name)
             sub(/<0, /, "<CMP, ", name); sub(/<1, /, "<SLC, ", name); sub(/<2, /, "<WIN, ", name)
             sub(/<1u, /, "<COMPRESSED, ", name); sub(/<6u, /, "<OTHERS, ", name)
             lines = branches = 0; split("", place); split("", kind)
@@ -140,7 +141,8 @@ for arch in $archs; do
     c++filt <"$log" | awk -v arch="$arch" '
         /Compiling entry function/ {
             name = $0; sub(/.*function ./, "", name); sub(/. for .sm.*/, "", name)
-            gsub(/\(Branch\)|\(int\)|\(bool\)/, "", name); sub(/\(.*/, "", name); sub(/^void /, "", name)
+            gsub(/\(Branch\)|\(int\)|\(bool\)/, "", name); sub(/\(Multiplier\)0/, "WARP", name)
+            sub(/\(Multiplier\)1/, "WARPGROUP", name); sub(/\(.*/, "", name); sub(/^void /, "", name)
         }
         /bytes stack frame/ { spills = $5 + $9 }
         /Used [0-9]+ registers/ {
@@ -151,7 +153,7 @@ for arch in $archs; do
         }' |
         sort -u >"$log.kernels"
     awk -v arch="$arch" '
-        FILENAME == ARGV[1] { name = $3; sub(/<.*/, "", name); count[name]++; next }
+        FILENAME == ARGV[1] { name = $3; sub(/<.*/, "", name); count[name (/, WARPGROUP>/ ? "<WARPGROUP>" : "")]++; next }
         $1 == "ROW" && ($2 ~ /a$/ ? "sm_" $2 == arch : $2 <= substr(arch, 4) + 0) {
             printf "%s %s %s: %d of %d kernels %s\n", count[$4] == $5 ? "ok  " : "FAIL", arch, $3, count[$4], $5, $4
         }' "$log.kernels" "$log.rows" | cat "$log.kernels" "$log.wgmma" "$log.waits" - >"$log.table"

@@ -581,18 +581,11 @@ __device__ inline void compute_gathered_dkdv(const BackwardArrays<bf16, float>& 
     keys.store(d.dk, d.dv, sums, same_bg, s);
 }
 //     mma 205 / 410, ldmatrix 192 / 640, exponentials 64 / 64, instructions 125 / 220, L2 174 / 347
-template <int D>
-__global__ void __launch_bounds__(dkdv_threads<D, KEY_TILE>(), dkdv_blocks<D, KEY_TILE>())
+template <int D, Multiplier by>
+__global__ void __launch_bounds__(dkdv_threads<D, KEY_TILE, by>(), dkdv_blocks<D, KEY_TILE, by>())
     gather_dkdv_kernel(BackwardArrays<bf16, float> d, InputArrays<bf16> in, GatherPlan plan, AttentionShape s) {
     wait_for_earlier_kernels();
-    compute_gathered_dkdv<D, WARP>(d, in, plan, s);
-}
-template <int D>
-__global__ void __launch_bounds__(WARPGROUP_THREADS, dkdv_blocks<D, KEY_TILE, WARPGROUP>())
-    warpgroup_gather_dkdv_kernel(BackwardArrays<bf16, float> d, InputArrays<bf16> in, GatherPlan plan,
-                                 AttentionShape s) {
-    wait_for_earlier_kernels();
-    if constexpr (COMPILED_FOR_WGMMA) compute_gathered_dkdv<D, WARPGROUP>(d, in, plan, s);
+    if constexpr (by == WARP || COMPILED_FOR_WGMMA) compute_gathered_dkdv<D, by>(d, in, plan, s);
 }
 // dk, dv [B, G, key_stride, D] = the sums of the chunks; one block per tile of keys and (sequence, group)
 template <int D>
@@ -814,14 +807,11 @@ inline void launch_gather_dkdv(const BackwardArrays<bf16, float>& d, const Input
     launch<count_choosers_kernel>(unsigned(all_units + 3) / 4, 128, 0, stream, plan, all_units);
     launch<plan_chunks_kernel>(unsigned(a.batch_groups), 32, 0, stream, plan, a);
     const unsigned blocks = unsigned((plan.max_extra + plan.tiles) * a.batch_groups);
-    with_multiplier<D>(warpgroups, [&](auto multiplier) {
-        constexpr Multiplier by = decltype(multiplier)::value;
-        constexpr unsigned THREADS = unsigned(dkdv_threads<D, KEY_TILE, by>());
-        const size_t bytes = TokenBuffers<SLC, D, KEY_TILE, by>::bytes() +
+    with_multiplier<D>(warpgroups, [&](auto by) {
+        constexpr unsigned THREADS = unsigned(dkdv_threads<D, KEY_TILE, by()>());
+        const size_t bytes = TokenBuffers<SLC, D, KEY_TILE, by()>::bytes() +
                              shared_bytes({THREADS / 32 * sizeof(int), GATHER_CHUNK * sizeof(int)});
-        if constexpr (by == WARPGROUP)
-            launch<warpgroup_gather_dkdv_kernel<D>>(blocks, THREADS, bytes, stream, d, in, plan, a);
-        else launch<gather_dkdv_kernel<D>>(blocks, THREADS, bytes, stream, d, in, plan, a);
+        launch<gather_dkdv_kernel<D, by()>>(blocks, THREADS, bytes, stream, d, in, plan, a);
     });
     if (plan.max_extra)
         launch<add_chunks_kernel<D>>(unsigned(plan.tiles * a.batch_groups), 256, 0, stream, d.dk, d.dv, plan, a);

@@ -22,7 +22,7 @@ struct AttentionKernel {
     unsigned branches;         // bits; a row that lacks some takes the next row's kernels for them
     SelectedKernel selected;
     const char* words;    // how it computes the selected branch
-    const char* forward;  // its function of the forward pass
+    const char* forward;  // its function of the forward pass, with the argument that tells it from another row's
 };
 constexpr unsigned EVERY_BRANCH = (1u << BRANCHES) - 1, TILED = 16 + 32 + 64 + 128;
 // clang-format off
@@ -30,7 +30,7 @@ constexpr AttentionKernel ATTENTION_KERNELS[] = {
     {"gathered_rows", 80, false, false, TILED, 1u << SLC, SelectedKernel::GATHER, "gathered rows",
      "gather_forward_kernel"},
     {"warpgroups", 90, true, false, 64 + 128, EVERY_BRANCH, SelectedKernel::TILES, "masked tiles on warpgroups",
-     "warpgroup_forward_kernel"},
+     "attention_forward_kernel<WARPGROUP>"},
     {"tensor_cores", 80, false, false, TILED, EVERY_BRANCH, SelectedKernel::TILES, "masked tiles",
      "attention_forward_kernel"},
     {"plain", 0, false, true, 0, EVERY_BRANCH, SelectedKernel::TILES, "plain kernels", "plain::forward_kernel"}};

@@ -240,7 +240,7 @@ constexpr float LOG2_E = 1.4426950408889634f;  // e^x = 2^(LOG2_E x)
 // blockIdx.x in a kernel whose loop leaves no register free: from 10.0 on it is read from the hardware again, so that
 // nothing computed from it has to outlive the loop. Counted by ptxas 13.0 in the 16 dK/dV kernels, never timed: sm_80
 // and sm_90 have the same code either way; on sm_100 and sm_120 they need up to 6 registers more without it, and
-// gather_dkdv_kernel<64>, which has 255 then as now, spills 8 bytes.
+// gather_dkdv_kernel<64, WARP>, which has 255 then as now, spills 8 bytes.
 __device__ inline unsigned block_index_again() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
     unsigned x;
