@@ -38,50 +38,50 @@ struct cudaDeviceProp : hipDeviceProp_t {
 // ---------------------------------------------------------------------------------------------------------------------
 // The runtime, as far as the program calls it.
 
-inline const char* cudaGetErrorName(cudaError_t e) { return hipGetErrorName(e); }
-inline const char* cudaGetErrorString(cudaError_t e) { return hipGetErrorString(e); }
-inline cudaError_t cudaGetLastError() { return hipGetLastError(); }
-inline cudaError_t cudaProfilerStart() { return hipProfilerStart(); }
-inline cudaError_t cudaProfilerStop() { return hipProfilerStop(); }
+constexpr auto cudaGetErrorName = hipGetErrorName;
+constexpr auto cudaGetErrorString = hipGetErrorString;
+constexpr auto cudaGetLastError = hipGetLastError;
+constexpr auto cudaProfilerStart = hipProfilerStart;
+constexpr auto cudaProfilerStop = hipProfilerStop;
+constexpr auto cudaGetDeviceCount = hipGetDeviceCount;
+constexpr auto cudaGetDevice = hipGetDevice;
+constexpr auto cudaSetDevice = hipSetDevice;
+constexpr auto cudaDeviceGetPCIBusId = hipDeviceGetPCIBusId;
+constexpr auto cudaFree = hipFree;
+constexpr auto cudaFreeHost = hipHostFree;
+constexpr auto cudaMemGetInfo = hipMemGetInfo;
+constexpr auto cudaMemcpyAsync = hipMemcpyAsync;
+constexpr auto cudaMemsetAsync = hipMemsetAsync;
+constexpr auto cudaStreamCreateWithFlags = hipStreamCreateWithFlags;
+constexpr auto cudaStreamDestroy = hipStreamDestroy;
+constexpr auto cudaStreamSynchronize = hipStreamSynchronize;
+constexpr auto cudaStreamWaitEvent = hipStreamWaitEvent;
+constexpr auto cudaEventCreate = hipEventCreate;
+constexpr auto cudaEventCreateWithFlags = hipEventCreateWithFlags;
+constexpr auto cudaEventDestroy = hipEventDestroy;
+constexpr auto cudaEventRecord = hipEventRecord;
+constexpr auto cudaEventQuery = hipEventQuery;
+constexpr auto cudaEventSynchronize = hipEventSynchronize;
+constexpr auto cudaEventElapsedTime = hipEventElapsedTime;
 
-inline cudaError_t cudaGetDeviceCount(int* count) { return hipGetDeviceCount(count); }
-inline cudaError_t cudaGetDevice(int* device) { return hipGetDevice(device); }
-inline cudaError_t cudaSetDevice(int device) { return hipSetDevice(device); }
 inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
     const cudaError_t error = hipGetDeviceProperties(properties, device);
     properties->sharedMemPerBlockOptin = properties->sharedMemPerBlock;
     return error;
 }
-inline cudaError_t cudaDeviceGetPCIBusId(char* bus, int length, int device) {
-    return hipDeviceGetPCIBusId(bus, length, device);
-}
-
 template <class T>
 inline cudaError_t cudaMalloc(T** p, size_t bytes) {
     return hipMalloc(reinterpret_cast<void**>(p), bytes);
 }
-inline cudaError_t cudaFree(void* p) { return hipFree(p); }
 template <class T>
 inline cudaError_t cudaMallocHost(T** p, size_t bytes) {
     return hipHostMalloc(reinterpret_cast<void**>(p), bytes, hipHostMallocDefault);
 }
-inline cudaError_t cudaFreeHost(void* p) { return hipHostFree(p); }
-inline cudaError_t cudaMemGetInfo(size_t* free, size_t* total) { return hipMemGetInfo(free, total); }
-inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream) {
-    return hipMemcpyAsync(to, from, bytes, kind, stream);
-}
-inline cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t stream) {
-    return hipMemsetAsync(p, value, bytes, stream);
+template <class... Args>
+inline cudaError_t cudaFuncSetAttribute(void (*kernel)(Args...), hipFuncAttribute attribute, int value) {
+    return hipFuncSetAttribute(reinterpret_cast<const void*>(kernel), attribute, value);
 }
 
-inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
-    return hipStreamCreateWithFlags(stream, flags);
-}
-inline cudaError_t cudaStreamDestroy(cudaStream_t stream) { return hipStreamDestroy(stream); }
-inline cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return hipStreamSynchronize(stream); }
-inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags = 0) {
-    return hipStreamWaitEvent(stream, event, flags);
-}
 #define GPU_MONITOR "rocm-smi"
 #define ONE_LAUNCH_AT_A_TIME "AMD_SERIALIZE_KERNEL=3"
 #define MEMORY_CHECKER "with AMD_SERIALIZE_KERNEL=3"
@@ -92,22 +92,6 @@ template <class Kernel>
 cudaError_t name_of_code(std::string& name, const cudaDeviceProp& properties, Kernel*, bool) {
     name = properties.gcnArchName;
     return hipSuccess;
-}
-inline cudaError_t cudaEventCreate(cudaEvent_t* event) { return hipEventCreate(event); }
-inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
-    return hipEventCreateWithFlags(event, flags);
-}
-inline cudaError_t cudaEventDestroy(cudaEvent_t event) { return hipEventDestroy(event); }
-inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) { return hipEventRecord(event, stream); }
-inline cudaError_t cudaEventQuery(cudaEvent_t event) { return hipEventQuery(event); }
-inline cudaError_t cudaEventSynchronize(cudaEvent_t event) { return hipEventSynchronize(event); }
-inline cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t begin, cudaEvent_t end) {
-    return hipEventElapsedTime(ms, begin, end);
-}
-
-template <class... Args>
-inline cudaError_t cudaFuncSetAttribute(void (*kernel)(Args...), hipFuncAttribute attribute, int value) {
-    return hipFuncSetAttribute(reinterpret_cast<const void*>(kernel), attribute, value);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
