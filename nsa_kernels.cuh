@@ -2168,9 +2168,8 @@ struct Cuda : CudaOptimiser {
                      has_attention_kernel(ATTENTION_KERNELS[WARPGROUPS_KERNEL], FP32, gpu_code());
     }
     std::vector<std::string> describe_products(int N, int C, int OC) {
-        return {describe_product<real, real>(false, true, {N, OC, C}),
-                describe_product<real, real>(false, false, {N, C, OC}),
-                describe_product<real, Grad>(true, false, {OC, C, N})};
+        return {describe_product<real, real>(NT, {N, OC, C}), describe_product<real, real>(NN, {N, C, OC}),
+                describe_product<real, Grad>(TN, {OC, C, N})};
     }
     std::string format() const { return FP32 ? "fp32" : "bf16"; }
     // FLOP/s of the tensor cores at best; 0: unknown, or not used.
@@ -2246,13 +2245,13 @@ struct Cuda : CudaOptimiser {
 
     // ----- linear layers
     void matmul_forward(real* out, const real* inp, const real* weight, const real* residual, int N, int C, int OC) {
-        gemm_nt({N, OC, C}, inp, C, weight, C, residual, out, OC);
+        gemm(NT, {N, OC, C}, inp, C, weight, C, residual, out, OC);
     }
     void matmul_backward_input(real* dinp, const real* dout, const real* weight, int N, int C, int OC) {
-        gemm_nn({N, C, OC}, dout, OC, weight, C, nullptr, dinp, C);
+        gemm(NN, {N, C, OC}, dout, OC, weight, C, nullptr, dinp, C);
     }
     void matmul_backward_weight(Grad* dweight, const real* dout, const real* inp, int N, int C, int OC) {
-        gemm_tn({OC, C, N}, dout, OC, inp, C, dweight, dweight, C);
+        gemm(TN, {OC, C, N}, dout, OC, inp, C, dweight, dweight, C);
     }
 
     // ----- SiLU
@@ -2348,16 +2347,15 @@ struct Cuda : CudaOptimiser {
         // the products of fc1 with the chunks: one where the chunks of all sequences and groups follow each other
         const bool packed = chunks * s.d == s.T;
         for (int set = 0; set < (packed ? 1 : SETS); set++)
-            gemm_nt({packed ? groups * chunks : chunks, int(columns), width}, k + set * to_v + size_t(begin) * width,
-                    size_t(width), phi.k.fc1 + set * phi.to_v_fc1(), size_t(width), nullptr, of_chunks + set * size,
-                    columns,
-                    packed ? Batch{SETS, to_v, phi.to_v_fc1(), size}
-                           : Batch{groups, size_t(s.T) * D, 0, size_t(chunks) * columns});
+            gemm(NT, {packed ? groups * chunks : chunks, int(columns), width}, k + set * to_v + size_t(begin) * width,
+                 width, phi.k.fc1 + set * phi.to_v_fc1(), width, nullptr, of_chunks + set * size, columns,
+                 packed ? Batch{SETS, to_v, phi.to_v_fc1(), size}
+                        : Batch{groups, size_t(s.T) * D, 0, size_t(chunks) * columns});
         launch<kernels::compress_activate_kernel>(
             blocks_for(size_t(SETS) * rows * F, 256), 256, 0, stream, hidden, activated, (const float*)of_chunks,
             (const real*)phi.k.bias, phi.to_v_bias(), size_t(groups), SETS * rows, count, begin, NC, F, parts);
-        gemm_nt({rows, D, F}, activated, size_t(F), phi.k.fc2, size_t(F), nullptr, out_sum, size_t(D),
-                {SETS, size_t(rows) * F, phi.to_v_fc2(), size_t(rows) * D});
+        gemm(NT, {rows, D, F}, activated, F, phi.k.fc2, F, nullptr, out_sum, D,
+             {SETS, size_t(rows) * F, phi.to_v_fc2(), size_t(rows) * D});
         launch<kernels::compress_output_kernel>(blocks_for(size_t(SETS) * rows * D / 2, 128), 128, 0, stream, out,
                                                 (const float*)out_sum, k, to_v, rope, SETS * rows, count, begin, NC, s);
     }
@@ -2380,14 +2378,13 @@ struct Cuda : CudaOptimiser {
         launch<kernels::compress_rotate_back_kernel>(blocks_for(size_t(rows) * D / 2, 256), 256, 0, stream, dout, rope,
                                                      rows, NC, s.d, D);
         // dactivated = dout fc2
-        gemm_nn({rows, F, D}, dout, size_t(D), phi.k.fc2, size_t(F), nullptr, sums, size_t(F),
-                {SETS, size_t(rows) * D, phi.to_v_fc2(), size});
+        gemm(NN, {rows, F, D}, dout, D, phi.k.fc2, F, nullptr, sums, F, {SETS, size_t(rows) * D, phi.to_v_fc2(), size});
         launch<kernels::compress_dchunks_kernel>(blocks_for(SETS * size_t(chunk_rows) * F, 256), 256, 0, stream,
                                                  dchunks, activated, (const float*)sums, hidden, SETS * chunk_rows,
                                                  chunks, NC, F, parts);
         // dfc2 += dout^T activated
-        gemm_tn({D, F, rows}, dout, size_t(D), activated, size_t(F), dphi.k.fc2, dphi.k.fc2, size_t(F),
-                {SETS, size_t(rows) * D, size, dphi.to_v_fc2()});
+        gemm(TN, {D, F, rows}, dout, D, activated, F, dphi.k.fc2, dphi.k.fc2, F,
+             {SETS, size_t(rows) * D, size, dphi.to_v_fc2()});
         for (int set = 0; set < SETS; set++)
             add_column_sums<1>(dphi.k.bias + set * dphi.to_v_bias(),
                                kernels::FirstPartOf{dchunks + set * of_chunks, parts}, chunk_rows, F);
@@ -2400,12 +2397,12 @@ struct Cuda : CudaOptimiser {
             const real *from = dchunks + set * of_chunks, *heads = k + set * to_v;
             Grad* const dfc1 = dphi.k.fc1 + set * dphi.to_v_fc1();
             for (int bg = 0; bg < (packed ? 1 : groups); bg++)
-                gemm_tn({columns, width, packed ? chunk_rows : chunks}, from + bg * of_sequence, size_t(columns),
-                        heads + bg * sequence, size_t(width), dfc1, dfc1, size_t(width),
-                        {packed ? SETS : 1, of_chunks, to_v, dphi.to_v_fc1()});
-            gemm_nn({packed ? chunk_rows : chunks, width, columns}, from, size_t(columns),
-                    phi.k.fc1 + set * phi.to_v_fc1(), size_t(width), nullptr, sums + set * tokens, size_t(width),
-                    packed ? Batch{SETS, of_chunks, phi.to_v_fc1(), tokens} : Batch{groups, of_sequence, 0, sequence});
+                gemm(TN, {columns, width, packed ? chunk_rows : chunks}, from + bg * of_sequence, columns,
+                     heads + bg * sequence, width, dfc1, dfc1, width,
+                     {packed ? SETS : 1, of_chunks, to_v, dphi.to_v_fc1()});
+            gemm(NN, {packed ? chunk_rows : chunks, width, columns}, from, columns, phi.k.fc1 + set * phi.to_v_fc1(),
+                 width, nullptr, sums + set * tokens, width,
+                 packed ? Batch{SETS, of_chunks, phi.to_v_fc1(), tokens} : Batch{groups, of_sequence, 0, sequence});
         }
         check_aligned(reinterpret_cast<size_t>(dk), sizeof(real));
         const size_t all_rows = SETS * s.key_rows();

@@ -6,7 +6,17 @@
 #pragma once
 #include <cstdint>
 
+#include "../model/shape.h"
 #include "common.cuh"
+
+// C = A B, A B^T or A^T B.
+enum Factors { NN, NT, TN };
+// Products of matrices of one shape.
+struct Batch {
+    int count;
+    size_t a, b, c;  // elements from one matrix to the next
+    float beta = 1;  // what the addend is multiplied by
+};
 
 constexpr int GEMM_TILE = 64, GEMM_DEPTH = 16, GEMM_THREADS = 256, GEMM_SIDE = 16, GEMM_EACH = GEMM_TILE / GEMM_SIDE;
 
@@ -66,21 +76,19 @@ __global__ void __launch_bounds__(GEMM_THREADS)
             if (m < M && n < N) C[at] = Out(sums[i][j] + (addend ? beta * float(addend[at]) : 0.0f));
         }
 }
-// C[M,N] = op(A)[M,K] op(B)[K,N] (+ beta addend), row-major, for `count` matrices that are next_a, next_b and next_c
-// elements apart, as CudaRuntime::gemm() has it.
+// As CudaRuntime::gemm(), of any alignment.
 template <class In, class Out>
-inline void plain_gemm(bool transpose_a, bool transpose_b, int M, int N, int K, const In* A, size_t lda, const In* B,
-                       size_t ldb, const Out* addend, float beta, Out* C, size_t ldc, int count, size_t next_a,
-                       size_t next_b, size_t next_c, cudaStream_t stream) {
+inline void plain_gemm(Factors factors, GemmSize s, const In* A, size_t lda, const In* B, size_t ldb, const Out* addend,
+                       Out* C, size_t ldc, const Batch& batch, cudaStream_t stream) {
     const auto tiles = [](int n) { return unsigned(n + GEMM_TILE - 1) / GEMM_TILE; };
-    if (M == 0 || N == 0 || count == 0) return;
-    if (tiles(M) > 65535 || count > 65535)
+    if (s.M == 0 || s.N == 0 || batch.count == 0) return;
+    if (tiles(s.M) > 65535 || batch.count > 65535)
         fail(
             "a matrix product of %d x %d x %d, %d at a time, is too large for the plain kernel of a NO_CUBLAS=1 build: "
             "choose a smaller --batch, or build with cuBLASLt",
-            M, N, K, count);
-    const GemmFactor<In> a = {A, transpose_a ? 1 : lda, transpose_a ? lda : 1, next_a},
-                         b = {B, transpose_b ? ldb : 1, transpose_b ? 1 : ldb, next_b};
-    launch<plain_gemm_kernel<In, Out>>(dim3(tiles(N), tiles(M), unsigned(count)), GEMM_THREADS, 0, stream, M, N, K, a,
-                                       b, addend, beta, C, ldc, next_c);
+            s.M, s.N, s.K, batch.count);
+    const GemmFactor<In> a = {A, factors == TN ? 1 : lda, factors == TN ? lda : 1, batch.a},
+                         b = {B, factors == NT ? ldb : 1, factors == NT ? 1 : ldb, batch.b};
+    launch<plain_gemm_kernel<In, Out>>(dim3(tiles(s.N), tiles(s.M), unsigned(batch.count)), GEMM_THREADS, 0, stream,
+                                       s.M, s.N, s.K, a, b, addend, batch.beta, C, ldc, batch.c);
 }

@@ -305,8 +305,8 @@ struct CudaOptimiser : CudaRuntime {
     void muon_product(real* out, const real* x, const real* y, bool transposed, const real* addend, double beta,
                       int count, int M, int N, int K) {
         const Batch batch = {count, size_t(M) * K, size_t(N) * K, size_t(M) * N, float(beta)};
-        if (transposed) gemm_nt({M, N, K}, x, size_t(K), y, size_t(K), addend, out, size_t(N), batch);
-        else gemm_nn({M, N, K}, x, size_t(K), y, size_t(N), addend, out, size_t(N), batch);
+        if (transposed) gemm(NT, {M, N, K}, x, K, y, K, addend, out, N, batch);
+        else gemm(NN, {M, N, K}, x, K, y, N, addend, out, N, batch);
     }
     // The parameters as adamw left them after this step, from the master copy alone, so that a resumed run goes on with
     // the same bits. Arguments as in HyperAdamW.

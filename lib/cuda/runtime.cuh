@@ -117,13 +117,6 @@ class StreamClock {
     }
 };
 
-// Products of matrices of one shape.
-struct Batch {
-    int count;
-    size_t a, b, c;  // elements from one matrix to the next
-    float beta = 1;  // what the addend is multiplied by
-};
-
 struct CudaRuntime {
     static constexpr size_t WORKSPACE = size_t(32) << 20;  // what NVIDIA recommends for cuBLASLt on sm_90
 
@@ -413,25 +406,23 @@ struct CudaRuntime {
     }
     // C[M,N] = op(A)[M,K] op(B)[K,N] (+ beta addend[M,N], which may be C, or nullptr), row-major as everywhere.
     template <class In, class Out>
-    void gemm(bool transpose_a, bool transpose_b, int M, int N, int K, const In* A, size_t lda, const In* B, size_t ldb,
+    void gemm(Factors factors, GemmSize s, const In* A, size_t lda, const In* B, size_t ldb,
               const std::common_type_t<Out>* addend, Out* C, size_t ldc, Batch batch = {1, 0, 0, 0}) {
         const size_t row_bytes[] = {lda * sizeof(In),     ldb * sizeof(In),     ldc * sizeof(Out),
                                     batch.a * sizeof(In), batch.b * sizeof(In), batch.c * sizeof(Out)};
         const void* const pointers[] = {A, B, C, addend};
         for (const size_t bytes : row_bytes) check_aligned(bytes, sizeof(In));
         for (const void* p : pointers) check_aligned(reinterpret_cast<size_t>(p), sizeof(In));
-        if (plain_matmul)
-            return plain_gemm<In, Out>(transpose_a, transpose_b, M, N, K, A, lda, B, ldb, addend, batch.beta, C, ldc,
-                                       batch.count, batch.a, batch.b, batch.c, stream);
+        if (plain_matmul) return plain_gemm<In, Out>(factors, s, A, lda, B, ldb, addend, C, ldc, batch, stream);
 #ifndef NO_CUBLAS
         // cuBLASLt is column-major, and reads the same memory as the transposed matrix: so it is asked for C^T =
         // op(B)^T op(A)^T.
         const Out* const c = addend ? addend : C;
-        const MatmulShape shape = {
-            {transpose_a, transpose_b, M, N, K, int64_t(lda), int64_t(ldb), int64_t(ldc), batch.count, int64_t(batch.a),
-             int64_t(batch.b), int64_t(batch.c), alignment_of(A), alignment_of(B), alignment_of(c), alignment_of(C)},
-            type_of<In>(),
-            type_of<Out>()};
+        const MatmulShape shape = {{factors == TN, factors == NT, s.M, s.N, s.K, int64_t(lda), int64_t(ldb),
+                                    int64_t(ldc), batch.count, int64_t(batch.a), int64_t(batch.b), int64_t(batch.c),
+                                    alignment_of(A), alignment_of(B), alignment_of(c), alignment_of(C)},
+                                   type_of<In>(),
+                                   type_of<Out>()};
         const auto found = matmuls.find(shape);
         Matmul& m = found != matmuls.end() ? found->second : matmuls.emplace(shape, make_matmul(shape)).first->second;
         const float alpha = 1, beta = addend ? batch.beta : 0;
@@ -443,22 +434,6 @@ struct CudaRuntime {
             take_next_algorithm(shape, m, status);
         }
 #endif
-    }
-    // C = A B^T, A B, A^T B (+ addend).
-    template <class In, class Out>
-    void gemm_nt(GemmSize s, const In* A, size_t lda, const In* B, size_t ldb, const std::common_type_t<Out>* addend,
-                 Out* C, size_t ldc, Batch batch = {1, 0, 0, 0}) {
-        gemm(false, true, s.M, s.N, s.K, A, lda, B, ldb, addend, C, ldc, batch);
-    }
-    template <class In, class Out>
-    void gemm_nn(GemmSize s, const In* A, size_t lda, const In* B, size_t ldb, const std::common_type_t<Out>* addend,
-                 Out* C, size_t ldc, Batch batch = {1, 0, 0, 0}) {
-        gemm(false, false, s.M, s.N, s.K, A, lda, B, ldb, addend, C, ldc, batch);
-    }
-    template <class In, class Out>
-    void gemm_tn(GemmSize s, const In* A, size_t lda, const In* B, size_t ldb, const std::common_type_t<Out>* addend,
-                 Out* C, size_t ldc, Batch batch = {1, 0, 0, 0}) {
-        gemm(true, false, s.M, s.N, s.K, A, lda, B, ldb, addend, C, ldc, batch);
     }
 
   public:
@@ -472,12 +447,12 @@ struct CudaRuntime {
     }
     // How a product of packed matrices C[M,N] = op(A) op(B) would be computed, on arrays of their own.
     template <class In, class Out>
-    std::string describe_product(bool transpose_a, bool transpose_b, GemmSize s) {
+    std::string describe_product([[maybe_unused]] Factors factors, GemmSize s) {
 #ifdef NO_CUBLAS
         return format_text("%d x %d x %d: the plain kernel", s.M, s.N, s.K);
 #else
-        const MatmulShape shape = {{transpose_a, transpose_b, s.M, s.N, s.K, transpose_a ? s.M : s.K,
-                                    transpose_b ? s.K : s.N, s.N, 1, 0, 0, 0, 256, 256, 256, 256},
+        const MatmulShape shape = {{factors == TN, factors == NT, s.M, s.N, s.K, factors == TN ? s.M : s.K,
+                                    factors == NT ? s.K : s.N, s.N, 1, 0, 0, 0, 256, 256, 256, 256},
                                    type_of<In>(),
                                    type_of<Out>()};
         Matmul m = make_matmul(shape);
