@@ -420,9 +420,8 @@ struct CudaRuntime {
         const Out* const c = addend ? addend : C;
         const MatmulShape shape = {{factors == TN, factors == NT, s.M, s.N, s.K, int64_t(lda), int64_t(ldb),
                                     int64_t(ldc), batch.count, int64_t(batch.a), int64_t(batch.b), int64_t(batch.c),
-                                    alignment_of(A), alignment_of(B), alignment_of(c), alignment_of(C)},
-                                   type_of<In>(),
-                                   type_of<Out>()};
+                                    alignment_of(A), alignment_of(B), alignment_of(c), alignment_of(C), type_of<In>(),
+                                    type_of<Out>()}};
         const auto found = matmuls.find(shape);
         Matmul& m = found != matmuls.end() ? found->second : matmuls.emplace(shape, make_matmul(shape)).first->second;
         const float alpha = 1, beta = addend ? batch.beta : 0;
@@ -452,9 +451,8 @@ struct CudaRuntime {
         return format_text("%d x %d x %d: the plain kernel", s.M, s.N, s.K);
 #else
         const MatmulShape shape = {{factors == TN, factors == NT, s.M, s.N, s.K, factors == TN ? s.M : s.K,
-                                    factors == NT ? s.K : s.N, s.N, 1, 0, 0, 0, 256, 256, 256, 256},
-                                   type_of<In>(),
-                                   type_of<Out>()};
+                                    factors == NT ? s.K : s.N, s.N, 1, 0, 0, 0, 256, 256, 256, 256, type_of<In>(),
+                                    type_of<Out>()}};
         Matmul m = make_matmul(shape);
         const std::string text = name_of(shape) + ": " + describe(m);
         m.destroy();
@@ -534,15 +532,10 @@ struct CudaRuntime {
         const size_t address = reinterpret_cast<size_t>(p) | 256;
         return int64_t(address & -address);
     }
+    // transpose_a, transpose_b, M, N, K, lda, ldb, ldc; of the batch: count, a, b, c; alignments of A, B, addend, C;
+    // the cudaDataType_t of A and of C
+    using MatmulShape = std::array<int64_t, 18>;
     // A matrix product as cuBLASLt describes it, and the algorithms that it proposes; made once per shape.
-    struct MatmulShape {
-        // transpose_a, transpose_b, M, N, K, lda, ldb, ldc; of the batch: count, a, b, c; alignments of A, B, addend, C
-        std::array<int64_t, 16> numbers;
-        cudaDataType_t in, out;
-        bool operator<(const MatmulShape& other) const {
-            return numbers != other.numbers ? numbers < other.numbers : out < other.out;
-        }
-    };
     struct Matmul {
         cublasLtMatmulDesc_t description;
         cublasLtMatrixLayout_t a, b, c;
@@ -559,10 +552,10 @@ struct CudaRuntime {
     static constexpr cudaDataType_t type_of() {
         return std::is_same<T, float>::value ? CUDA_R_32F : CUDA_R_16BF;
     }
-    static cublasLtMatrixLayout_t layout(cudaDataType_t type, bool transposed, int64_t rows, int64_t columns,
-                                         int64_t leading, int64_t batches, int64_t stride) {
+    static cublasLtMatrixLayout_t layout(int64_t type, bool transposed, int64_t rows, int64_t columns, int64_t leading,
+                                         int64_t batches, int64_t stride) {
         cublasLtMatrixLayout_t layout;
-        CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&layout, type, uint64_t(transposed ? columns : rows),
+        CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&layout, cudaDataType_t(type), uint64_t(transposed ? columns : rows),
                                                 uint64_t(transposed ? rows : columns), leading));
         const int32_t count = int32_t(batches);
         CUBLAS_CHECK(
@@ -573,7 +566,7 @@ struct CudaRuntime {
     }
     Matmul make_matmul(const MatmulShape& shape) {
         const auto [transpose_a, transpose_b, M, N, K, lda, ldb, ldc, count, next_a, next_b, next_c, align_a, align_b,
-                    align_addend, align_c] = shape.numbers;
+                    align_addend, align_c, in, out] = shape;
         Matmul m;
         CUBLAS_CHECK(cublasLtMatmulDescCreate(&m.description, CUBLAS_COMPUTE_32F, CUDA_R_32F));
         const cublasOperation_t first = transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N,
@@ -581,9 +574,9 @@ struct CudaRuntime {
         CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(m.description, CUBLASLT_MATMUL_DESC_TRANSA, &first, sizeof first));
         CUBLAS_CHECK(
             cublasLtMatmulDescSetAttribute(m.description, CUBLASLT_MATMUL_DESC_TRANSB, &second, sizeof second));
-        m.a = layout(shape.in, transpose_b, N, K, ldb, count, next_b);
-        m.b = layout(shape.in, transpose_a, K, M, lda, count, next_a);
-        m.c = layout(shape.out, false, N, M, ldc, count, next_c);
+        m.a = layout(in, transpose_b, N, K, ldb, count, next_b);
+        m.b = layout(in, transpose_a, K, M, lda, count, next_a);
+        m.c = layout(out, false, N, M, ldc, count, next_c);
         set_alignment(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, align_b);
         set_alignment(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, align_a);
         set_alignment(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, align_addend);
@@ -610,8 +603,7 @@ struct CudaRuntime {
         CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, which, &value, sizeof value));
     }
     // "32768 x 768 x 3072 nt": M, N, K, and which factors are transposed
-    static std::string name_of(const MatmulShape& shape) {
-        const auto& n = shape.numbers;
+    static std::string name_of(const MatmulShape& n) {
         std::string name = format_text("%d x %d x %d %s%s", n[2], n[3], n[4], n[0] ? 't' : 'n', n[1] ? 't' : 'n');
         if (n[8] > 1) name += format_text(", %d at a time", n[8]);
         return name;
