@@ -206,23 +206,17 @@ struct CudaRuntime {
     // Copies to fp32 on the host, and from it, converting where the device's elements are narrower.
     template <class T>
     void to_host(float* out, const T* in, size_t count) {
-        if constexpr (std::is_same<T, float>::value) {
-            copy(out, in, count);
-        } else {
-            std::vector<T> values(count);
-            copy(values.data(), in, count);
-            for (size_t i = 0; i < count; i++) out[i] = float(values[i]);
-        }
+        if constexpr (std::is_same_v<T, float>) return copy(out, in, count);
+        std::vector<T> values(count);
+        copy(values.data(), in, count);
+        for (size_t i = 0; i < count; i++) out[i] = float(values[i]);
     }
     template <class T>
     void from_host(T* out, const float* in, size_t count) {
-        if constexpr (std::is_same<T, float>::value) {
-            copy(out, in, count);
-        } else {
-            std::vector<T> values(count);
-            for (size_t i = 0; i < count; i++) values[i] = T(in[i]);
-            copy(out, values.data(), count);
-        }
+        if constexpr (std::is_same_v<T, float>) return copy(out, in, count);
+        std::vector<T> values(count);
+        for (size_t i = 0; i < count; i++) values[i] = T(in[i]);
+        copy(out, values.data(), count);
     }
     // The GPU's copy of a list, which the first call makes and later calls with an equal list find. T has no padding.
     template <class T>
