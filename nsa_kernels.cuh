@@ -2173,7 +2173,7 @@ struct Cuda : CudaOptimiser {
     }
     std::string format() const { return FP32 ? "fp32" : "bf16"; }
     // FLOP/s of the tensor cores at best; 0: unknown, or not used.
-    double peak_flops() const { return FP32 ? 0 : bf16_peak_flops(); }
+    double peak_flops() const { return FP32 ? 0 : bf16_peak_flops(properties.name); }
 
     // ----- embedding
     void embedding_forward(real* x, const int32_t* tokens, const real* embed, int N, int C) {

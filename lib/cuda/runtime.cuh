@@ -9,6 +9,7 @@
 #include <map>
 #include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "../base/system.h"
@@ -265,13 +266,9 @@ struct CudaRuntime {
     std::string bus() const { return bus_of(device); }
     // FLOP/s of the tensor cores at best, dense bf16 with fp32 sums; 0: unknown GPU. From NVIDIA's data sheets, but for
     // Blackwell, whose figures are derived as its lines say. The first entry that a GPU's name contains is its.
-    double bf16_peak_flops() const { return bf16_peak_flops(properties.name); }
     static double bf16_peak_flops(const char* gpu) {
         // clang-format off
-        static constexpr struct {
-            const char* name;
-            double teraflops;
-        } PEAKS[] = {
+        static constexpr std::pair<const char*, double> TERAFLOPS[] = {
             {"Laptop", 0},  // its clock depends on the laptop
             {"H100 PCIe", 756}, {"H100 NVL", 835.5}, {"H200 NVL", 835.5},
             {"H100", 989.4}, {"H200", 989.4}, {"H800", 989.4},
@@ -285,8 +282,8 @@ struct CudaRuntime {
             {"RTX PRO 6000 Blackwell Workstation", 503.8},
         };
         // clang-format on
-        for (const auto& peak : PEAKS)
-            if (std::strstr(gpu, peak.name)) return peak.teraflops * 1e12;
+        for (const auto& [name, teraflops] : TERAFLOPS)
+            if (std::strstr(gpu, name)) return teraflops * 1e12;
         return 0;
     }
 
