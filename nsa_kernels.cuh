@@ -2004,8 +2004,8 @@ inline void launch_dkdv(const LayerGradients<bf16, float>& to, const LayerInputs
     });
     if constexpr (branch == CMP)
         if (a.parts > 1)
-            launch<add_parts_kernel<D>>(unsigned(key_tiles(a) * a.batch_groups), 256, 0, stream, d.dk, d.dv,
-                                        (const float*)partial, a);
+            launch<add_parts_kernel<D>>(unsigned(key_tiles(a) * a.batch_groups), 256, 0, stream, d.dk, d.dv, partial,
+                                        a);
 }
 // One kernel makes dQ of all branches, row terms included, which dK and dV then read. Gathered rows, where they may be
 // chosen, have made the selected branch's share before. scratch: from its beginning for each of these.
@@ -2188,7 +2188,7 @@ struct Cuda : CudaOptimiser {
                                                stream, sorted, tokens, N);
         with_width(is_wide(C, dembed, dx), [&](auto W) {
             launch<kernels::embedding_backward_kernel<W()>>(dim3(unsigned(N), blocks_for(size_t(C), 128 * W())), 128, 0,
-                                                            stream, dembed, dx, tokens, (const int32_t*)sorted, N, C);
+                                                            stream, dembed, dx, tokens, sorted, N, C);
         });
     }
 
@@ -2210,8 +2210,8 @@ struct Cuda : CudaOptimiser {
         with_width(is_wide(C, de, dx, embed, w.gate, w.scale), [&](auto W) {
             launch<kernels::smear_rows_kernel<W()>>(blocks_for(size_t(N), kernels::NORM_ROWS), kernels::NORM_ROWS * 32,
                                                     0, stream, g, dz, dx, in, N);
-            launch<kernels::smear_backward_kernel<W()>>(blocks_for(size_t(N) * C, 256 * W()), 256, 0, stream, de, dx,
-                                                        (const float*)g, (const float*)dz, in, N);
+            launch<kernels::smear_backward_kernel<W()>>(blocks_for(size_t(N) * C, 256 * W()), 256, 0, stream, de, dx, g,
+                                                        dz, in, N);
             add_column_sums<W()>(dw.gate, kernels::SmearGateGradient{dz, in}, N, C);
             add_column_sums<W()>(dw.scale, kernels::SmearScaleGradient{g, dx, in}, N, C);
         });
@@ -2239,8 +2239,7 @@ struct Cuda : CudaOptimiser {
             launch<kernels::rmsnorm_backward_kernel<W()>>(unsigned(blocks), unsigned(warps * 32), bytes, stream, dx,
                                                           partial, dout, x, rstd, weight, N, C, rows);
         });
-        launch<kernels::column_totals_kernel>(blocks_for(size_t(C), 32), 256, 0, stream, dweight, (const float*)partial,
-                                              blocks, C);
+        launch<kernels::column_totals_kernel>(blocks_for(size_t(C), 32), 256, 0, stream, dweight, partial, blocks, C);
     }
 
     // ----- linear layers
@@ -2325,8 +2324,8 @@ struct Cuda : CudaOptimiser {
         launch<kernels::normed_heads_backward_kernel>(
             unsigned(blocks), threads, shared_bytes({kernels::NORMED_WARPS * width * sizeof(float)}), stream,
             dprojected, partial, pointers_of<kernels::HeadGradientPointers>(d), gains, rope, s, s.projected(), tokens);
-        launch<kernels::column_totals_kernel>(blocks_for(size_t(width), 32), 256, 0, stream, dgains,
-                                              (const float*)partial, blocks, width);
+        launch<kernels::column_totals_kernel>(blocks_for(size_t(width), 32), 256, 0, stream, dgains, partial, blocks,
+                                              width);
     }
 
     // ----- compression, paper eq. 7
@@ -2351,13 +2350,13 @@ struct Cuda : CudaOptimiser {
                  width, phi.k.fc1 + set * phi.to_v_fc1(), width, nullptr, of_chunks + set * size, columns,
                  packed ? Batch{SETS, to_v, phi.to_v_fc1(), size}
                         : Batch{groups, size_t(s.T) * D, 0, size_t(chunks) * columns});
-        launch<kernels::compress_activate_kernel>(
-            blocks_for(size_t(SETS) * rows * F, 256), 256, 0, stream, hidden, activated, (const float*)of_chunks,
-            (const real*)phi.k.bias, phi.to_v_bias(), size_t(groups), SETS * rows, count, begin, NC, F, parts);
+        launch<kernels::compress_activate_kernel>(blocks_for(size_t(SETS) * rows * F, 256), 256, 0, stream, hidden,
+                                                  activated, of_chunks, phi.k.bias, phi.to_v_bias(), size_t(groups),
+                                                  SETS * rows, count, begin, NC, F, parts);
         gemm(NT, {rows, D, F}, activated, F, phi.k.fc2, F, nullptr, out_sum, D,
              {SETS, size_t(rows) * F, phi.to_v_fc2(), size_t(rows) * D});
         launch<kernels::compress_output_kernel>(blocks_for(size_t(SETS) * rows * D / 2, 128), 128, 0, stream, out,
-                                                (const float*)out_sum, k, to_v, rope, SETS * rows, count, begin, NC, s);
+                                                out_sum, k, to_v, rope, SETS * rows, count, begin, NC, s);
     }
     void compress_backward(real* dk, real* dv, const PhiGradients& dphi, real* dout, const real* hidden, const real* k,
                            const real* v, const Phis& phi, const NsaShape& s) {
@@ -2380,8 +2379,8 @@ struct Cuda : CudaOptimiser {
         // dactivated = dout fc2
         gemm(NN, {rows, F, D}, dout, D, phi.k.fc2, F, nullptr, sums, F, {SETS, size_t(rows) * D, phi.to_v_fc2(), size});
         launch<kernels::compress_dchunks_kernel>(blocks_for(SETS * size_t(chunk_rows) * F, 256), 256, 0, stream,
-                                                 dchunks, activated, (const float*)sums, hidden, SETS * chunk_rows,
-                                                 chunks, NC, F, parts);
+                                                 dchunks, activated, sums, hidden, SETS * chunk_rows, chunks, NC, F,
+                                                 parts);
         // dfc2 += dout^T activated
         gemm(TN, {D, F, rows}, dout, D, activated, F, dphi.k.fc2, dphi.k.fc2, F,
              {SETS, size_t(rows) * D, size, dphi.to_v_fc2()});
@@ -2407,7 +2406,7 @@ struct Cuda : CudaOptimiser {
         check_aligned(reinterpret_cast<size_t>(dk), sizeof(real));
         const size_t all_rows = SETS * s.key_rows();
         launch<kernels::compress_dk_kernel>(blocks_for(all_rows * kernels::ROW_LANES, 256), 256, 0, stream, dk,
-                                            size_t(dv - dk), (const float*)sums, (const real*)dout, all_rows, NC, s);
+                                            size_t(dv - dk), sums, dout, all_rows, NC, s);
     }
 
     // ----- attention, by the kernels on tensor cores or by the plain ones
@@ -2515,7 +2514,7 @@ struct Cuda : CudaOptimiser {
 #endif
         if (kernel == SelectedKernel::AUTO) {
             SelectedChoice choice;
-            copy(&choice, (const SelectedChoice*)selected_choice, 1);
+            copy(&choice, selected_choice, 1);
             if (choice.tile_tokens > 0) return ::describe(choice, s);
             return "selected branch by masked tiles or gathered rows, as the selection will show";
         }
@@ -2562,8 +2561,7 @@ struct Cuda : CudaOptimiser {
         float* partial = scratch<float>(SCRATCH_PIECES - 1, size_t(parts) * C);
         launch<kernels::column_parts_kernel<W, Term>>(dim3(blocks_for(size_t(C), 128 * W), unsigned(parts)), 128, 0,
                                                       stream, partial, term, N, C, part_rows);
-        launch<kernels::column_totals_kernel>(blocks_for(size_t(C), 32), 256, 0, stream, out, (const float*)partial,
-                                              parts, C);
+        launch<kernels::column_totals_kernel>(blocks_for(size_t(C), 32), 256, 0, stream, out, partial, parts, C);
     }
 
     // RoPE's table on the GPU: cosines [positions, D/2], then sines, of angles computed in fp64.
@@ -2580,7 +2578,7 @@ struct Cuda : CudaOptimiser {
                 }
             release(rope_table);
             rope_table = allocate<float>(table.size());
-            copy(rope_table, (const float*)table.data(), table.size());
+            copy(rope_table, table.data(), table.size());
             rope_positions = s.T;
             rope_dim = s.D;
             rope_base = s.rope_base;

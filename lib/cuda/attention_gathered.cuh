@@ -773,7 +773,7 @@ inline const SelectedChoice* choose_selected(SelectedKernel kernel, bool warpgro
     int* counts = selection_counts<D>(pieces, s);
     const float beside = warpgroups && has_warpgroups(D) ? GATHERED_BESIDE_WARPGROUPS : 1;
     launch<measure_selections_kernel>(unsigned(a.tiles * a.batch_groups + 3) / 4, 128, 0, stream, counts, selection, a);
-    launch<choose_selected_kernel>(1, 256, 0, stream, choice, (const int*)counts,
+    launch<choose_selected_kernel>(1, 256, 0, stream, choice, counts,
                                    beside * gathered_piece_cost<D>(generation_of_device().mma_cycles), a);
     return choice;
 }

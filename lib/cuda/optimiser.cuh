@@ -257,7 +257,7 @@ struct CudaOptimiser : CudaRuntime {
             const int parts = int(std::min<size_t>(kernels::SUM_PARTS, std::max<size_t>(1, full)));
             launch<kernels::sum_parts_kernel<W()>>(unsigned(parts), kernels::SUM_THREADS, 0, stream, sum_parts, x,
                                                    count);
-            launch<kernels::sum_total_kernel>(1, 32, 0, stream, total, (const double*)sum_parts, parts);
+            launch<kernels::sum_total_kernel>(1, 32, 0, stream, total, sum_parts, parts);
         });
     }
     void chunk_squares(double* squares, const Grad* x, size_t total, size_t begin, size_t count) {

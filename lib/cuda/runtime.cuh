@@ -490,7 +490,7 @@ struct CudaRuntime {
                 "(%s)",
                 device, properties.name, properties.major, properties.minor, setting_for(properties), e.what());
         }
-        copy(&specific, (const int*)probed, 1);
+        copy(&specific, probed, 1);
         release(probed);
         exact = specific != 0;
         CUDA_CHECK(name_of_code(code, properties, probe_kernel, exact));
