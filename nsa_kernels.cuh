@@ -171,8 +171,7 @@ __global__ void __launch_bounds__(NORM_ROWS * 32)
     wait_for_earlier_kernels();
     DynamicShared shared;
     const WarpSums dweight(shared, C);
-    const int begin = int(blockIdx.x) * rows;
-    const int end = min(N, begin + rows);
+    const int begin = int(blockIdx.x) * rows, end = min(N, begin + rows);
     const int lane = threadIdx.x % 32;
     for (int n = begin + int(threadIdx.x) / 32; n < end; n += int(blockDim.x) / 32) {
         const size_t row = size_t(n) * C;
@@ -314,8 +313,7 @@ template <int W, class Term>
 __global__ void __launch_bounds__(128) column_parts_kernel(float* partial, Term terms, int N, int C, int part_rows) {
     wait_for_earlier_kernels();
     const int c = int(thread_index()) * W;
-    const int begin = blockIdx.y * part_rows;
-    const int end = min(N, begin + part_rows);
+    const int begin = blockIdx.y * part_rows, end = min(N, begin + part_rows);
     if (c >= C) return;
     float sum[W] = {}, term[W];
     for (int n = begin; n < end; n++) {
@@ -329,8 +327,7 @@ __global__ void __launch_bounds__(128) column_parts_kernel(float* partial, Term 
 __global__ void __launch_bounds__(256) column_totals_kernel(float* out, const float* partial, int parts, int columns) {
     wait_for_earlier_kernels();
     SHARED(float, sums, [8][32]);
-    const int lane = threadIdx.x % 32;
-    const int warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int c = int(blockIdx.x) * 32 + lane;
     float sum = 0;
     for (int part = warp; part < parts && c < columns; part += 8) sum += partial[size_t(part) * columns + c];
@@ -403,8 +400,7 @@ __global__ void __launch_bounds__(CLASSIFIER_THREADS)
     wait_for_earlier_kernels();
     DynamicShared shared;
     Softmax* of_warps = shared.take<Softmax>(CLASSIFIER_THREADS / 32);
-    const int lane = threadIdx.x % 32;
-    const int warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int target = targets[blockIdx.x];
     cuda_real* row = logits + size_t(blockIdx.x) * Vp;
     cuda_real* kept = KEEPS_ROW ? shared.take<cuda_real>(size_t(Vp)) : row;
@@ -501,10 +497,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
                    const cuda_real* v, const uint32_t* selection, NsaShape s, float scale, size_t rows) {
     wait_for_earlier_kernels();
     DynamicShared shared;
-    const int D = s.D;
-    const int warp = threadIdx.x / 32;
-    const int lane = threadIdx.x % 32;
-    const int room = 2 * D + 32;
+    const int D = s.D, warp = threadIdx.x / 32, lane = threadIdx.x % 32, room = 2 * D + 32;
     float* query = shared.take<float>(WARPS * room) + warp * room;
     float* sums = query + D;
     float* weights = sums + D;
@@ -551,10 +544,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
               size_t rows) {
     wait_for_earlier_kernels();
     DynamicShared shared;
-    const int D = s.D;
-    const int warp = threadIdx.x / 32;
-    const int lane = threadIdx.x % 32;
-    const int room = 3 * D + 32;
+    const int D = s.D, warp = threadIdx.x / 32, lane = threadIdx.x % 32, room = 3 * D + 32;
     float* query = shared.take<float>(WARPS * room) + warp * room;
     float* gradient = query + D;
     float* sums = gradient + D;
@@ -596,11 +586,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
                 size_t rows) {
     wait_for_earlier_kernels();
     DynamicShared shared;
-    const int D = s.D;
-    const int warp = threadIdx.x / 32;
-    const int lane = threadIdx.x % 32;
-    const int h = s.H / s.G;
-    const int room = 4 * D + 64;
+    const int D = s.D, warp = threadIdx.x / 32, lane = threadIdx.x % 32, h = s.H / s.G, room = 4 * D + 64;
     float* key_row = shared.take<float>(WARPS * room) + warp * room;
     float* value_row = key_row + D;
     float* dk_sums = value_row + D;
@@ -723,16 +709,13 @@ __global__ void __launch_bounds__(32) select_kernel(uint32_t* selection, float* 
                                                     const cuda_real* kc, const float* lse, NsaShape s, float scale) {
     wait_for_earlier_kernels();
     DynamicShared shared;
-    const int D = s.D;
-    const int lane = threadIdx.x;
-    const int h = s.H / s.G;
+    const int D = s.D, lane = threadIdx.x, h = s.H / s.G;
     const int blocks = s.slc_blocks();
     const int words = s.selection_words();
     float *queries = shared.take<float>(h * D), *importance = shared.take<float>(blocks);
     uint32_t* mask = shared.take<uint32_t>(words);
     const size_t row = blockIdx.x, bg = row / s.queries;
-    const int j = int(row % s.queries);
-    const int t = s.first + j;
+    const int j = int(row % s.queries), t = s.first + j;
     const int last = t / s.slc_block;
     const KeyRange visible = key_range(CMP, 0, t, nullptr, s);
     const bool takes_all = last + 1 <= s.slc_count;
@@ -868,8 +851,7 @@ __global__ void __launch_bounds__(128)
     split_heads_forward_kernel(HeadPointers out, const cuda_real* projected, Rope rope, NsaShape s, int P) {
     wait_for_earlier_kernels();
     const int pieces = s.D / 2 / W, half = s.D / 2, units = s.head_units();
-    const int j = blockIdx.x % s.queries;
-    const int t = s.first + j;
+    const int j = blockIdx.x % s.queries, t = s.first + j;
     const size_t b = blockIdx.x / s.queries, rows = size_t(s.B) * s.H * s.queries;
     const cuda_real* in = projected + size_t(blockIdx.x) * P;
     for (int piece = threadIdx.x; piece < units * pieces; piece += blockDim.x) {
@@ -941,9 +923,7 @@ __global__ void __launch_bounds__(NORMED_WARPS * 32)
     normed_heads_forward_kernel(HeadPointers out, const cuda_real* projected, const cuda_real* gains, Rope rope,
                                 NsaShape s, int P) {
     wait_for_earlier_kernels();
-    const int lane = threadIdx.x % 32;
-    const int j = blockIdx.x % s.queries;
-    const int half = s.D / 2;
+    const int lane = threadIdx.x % 32, j = blockIdx.x % s.queries, half = s.D / 2;
     for (int head = threadIdx.x / 32; head < NormedHead::count(s); head += NORMED_WARPS) {
         const NormedHead at(head, s);
         const HeadPlace place(at.unit, blockIdx.x / s.queries, j, s);
@@ -967,9 +947,7 @@ __global__ void __launch_bounds__(NORMED_WARPS * 32, 8)
     wait_for_earlier_kernels();
     DynamicShared shared;
     const WarpSums dgains(shared, s.gain_rows() * s.D);
-    const int lane = threadIdx.x % 32;
-    const int warp = threadIdx.x / 32;
-    const int half = s.D / 2;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, half = s.D / 2;
     const int begin = blockIdx.x * tokens, end = min(s.B * s.T, begin + tokens);
     for (int n = begin; n < end; n++)
         for (int head = warp; head < NormedHead::count(s); head += NORMED_WARPS) {
@@ -1703,8 +1681,7 @@ __global__ void __launch_bounds__(dkdv_threads<D, dkdv_keys<branch, D, by>(), by
 template <int D>
 __global__ void __launch_bounds__(256) add_parts_kernel(bf16* dk, bf16* dv, const float* partial, AttentionShape s) {
     wait_for_earlier_kernels();
-    const int tile = int(blockIdx.x) / s.batch_groups;
-    const int bg = int(blockIdx.x) % s.batch_groups;
+    const int tile = int(blockIdx.x) / s.batch_groups, bg = int(blockIdx.x) % s.batch_groups;
     const int first = first_part(tile, s);
     const size_t size = 2 * KEY_TILE * D;
     partial += ((size_t(bg) * key_tiles(s) + tile) * s.parts + first) * size;

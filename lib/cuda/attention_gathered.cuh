@@ -473,9 +473,7 @@ __global__ void __launch_bounds__(32) plan_chunks_kernel(GatherPlan plan, Attent
 // order, then -1 up to a multiple of 64. Returns how many there are. Called by all threads of the block; counts: a
 // number for each warp. Begins and ends with a barrier.
 __device__ inline int list_tokens(int* list, int* counts, const uint32_t* row, int words, int first) {
-    const int lane = threadIdx.x % 32;
-    const int warp = threadIdx.x / 32;
-    const int warps = blockDim.x / 32;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
     int before = 0;  // set bits in the words of earlier rounds
     for (int first_word = 0; first_word < words && before < first + GATHER_CHUNK; first_word += int(blockDim.x)) {
         const int word = first_word + int(threadIdx.x);
@@ -591,8 +589,7 @@ __global__ void __launch_bounds__(dkdv_threads<D, KEY_TILE, by>(), dkdv_blocks<D
 template <int D>
 __global__ void __launch_bounds__(256) add_chunks_kernel(bf16* dk, bf16* dv, GatherPlan plan, AttentionShape s) {
     wait_for_earlier_kernels();
-    const int tile = int(blockIdx.x) / s.batch_groups;
-    const int bg = int(blockIdx.x) % s.batch_groups;
+    const int tile = int(blockIdx.x) / s.batch_groups, bg = int(blockIdx.x) % s.batch_groups;
     const int chunks = plan.chunks(bg, tile);
     const size_t size = 2 * KEY_TILE * D;
     if (chunks == 1) return;
