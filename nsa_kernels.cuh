@@ -1725,8 +1725,10 @@ struct ScoreBuffers {
     }
     static size_t bytes(const AttentionShape& s) {
         const size_t rows = size_t(s.heads) * SCORE_TOKENS;
-        return shared_bytes({SCORE_KEYS * D * sizeof(bf16), rows * D * sizeof(bf16), rows * sizeof(float),
-                             SCORE_TOKENS * WEIGHT_STRIDE * sizeof(float), size_t(overlaps(s)) * sizeof(float)});
+        const size_t bytes =
+            shared_bytes({SCORE_KEYS * D * sizeof(bf16), rows * D * sizeof(bf16), rows * sizeof(float),
+                          SCORE_TOKENS * WEIGHT_STRIDE * sizeof(float), size_t(overlaps(s)) * sizeof(float)});
+        return check_shared_bytes(bytes, D);
     }
 };
 // Eq. 9, as Cpu::fold_importance: a compressed block counts for a selection block by the tokens they share, over d.
@@ -2017,13 +2019,6 @@ inline void launch_attention_backward(const LayerGradients<bf16, float>& d, cons
     else launch_gather_dkdv<D>(d.of(SLC, false, in.dout, s), in.of(SLC), s, asked.warpgroups, scratch, stream);
 }
 
-// Shared memory of a block of the scoring.
-template <int D>
-inline size_t score_shared_bytes(const AttentionShape& a) {
-    const size_t bytes = ScoreBuffers<D>::bytes(a);
-    check_shared_bytes(bytes, D);
-    return bytes;
-}
 // Floats of scratch memory for select_blocks: all importances, or those of as many of its blocks as 64 MiB hold.
 inline size_t select_blocks_room(const NsaShape& s) {
     const AttentionShape a = attention_shape(CMP, s, SCORE_TOKENS);
@@ -2032,12 +2027,12 @@ inline size_t select_blocks_room(const NsaShape& s) {
 }
 // Refuses shapes that the kernels do not have, before anything is allocated for them.
 inline void check_shape(const NsaShape& s, AttentionPath asked = SelectedKernel::AUTO) {
-    with_head_dimension(s.D, [&](auto dimension) {
-        constexpr int D = decltype(dimension)::value;
+    with_head_dimension(s.D, [&](auto D) {
         for (const Branch branch : {WIN, CMP, SLC})
             if (s.has(branch)) check_attention_shape(branch, s);
-        if (s.has(SLC)) resolve_selected<D>(asked, s);
-        if (!s.full) score_shared_bytes<D>(attention_shape(CMP, s, SCORE_TOKENS));
+        if (s.full) return;
+        resolve_selected<D()>(asked, s);
+        ScoreBuffers<D()>::bytes(attention_shape(CMP, s, SCORE_TOKENS));
     });
 }
 // out.o and out.lse of these branches, bits, of the shape; then out.attn of all branches, where it is given. A query
@@ -2083,7 +2078,7 @@ inline void select_blocks(uint32_t* selection, float* chosen_importance, const b
     if (s.query_rows() == 0) return;
     with_head_dimension(s.D, [&](auto D) {
         const AttentionShape a = attention_shape(CMP, s, SCORE_TOKENS);
-        const size_t bytes = score_shared_bytes<D()>(a);
+        const size_t bytes = ScoreBuffers<D()>::bytes(a);
         const int blocks = a.tiles * a.batch_groups,
                   at_once = int(room / (SCORE_TOKENS * size_t(importance_stride(a))));
         for (int first = 0; first < blocks; first += at_once) {

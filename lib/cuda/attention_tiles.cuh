@@ -192,13 +192,14 @@ inline void with_multiplier(bool warpgroups, F f) {
         if (warpgroups) return f(std::integral_constant<Multiplier, WARPGROUP>());
     f(std::integral_constant<Multiplier, WARP>());
 }
-// Head dimensions of 128 do not fit on every GPU.
-inline void check_shared_bytes(size_t bytes, int D, size_t max_shared = max_shared_of_device()) {
+// These bytes, where a block can have them: head dimensions of 128 do not fit on every GPU.
+inline size_t check_shared_bytes(size_t bytes, int D, size_t max_shared = max_shared_of_device()) {
     if (bytes > max_shared)
         fail_usage(
             "a head dimension of %d: attention takes %d bytes of shared memory for a block, this GPU has %d; choose "
             "--head-dim 64, or --attention-kernel plain",
             D, bytes, max_shared);
+    return bytes;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -587,8 +588,7 @@ struct QueryRows {
         const size_t key_tiles = BUFFERS * KEY_TILE * D * sizeof(bf16);
         const size_t bytes = shared_bytes({key_tiles, key_tiles, query_tile, BACKWARD ? query_tile : 0,
                                            MASKS * tile_words(s.first + s.queries) * sizeof(uint32_t)});
-        check_shared_bytes(bytes, D);
-        return bytes;
+        return check_shared_bytes(bytes, D);
     }
 };
 // The same with the keys of a branch: the block walks the tiles that one of its queries may see.
