@@ -323,7 +323,8 @@ class NcclReducer : public Reducer<Cuda> {
         float* const x = grads + whole.begin;
         void *all = x, *part = grads + own.begin;
         if (options.bf16) {
-            launch<kernels::narrow_kernel>(grid_of(whole.count), 256, 0, side.stream, narrow, x, whole.count);
+            launch<kernels::convert_kernel<__nv_bfloat16, float>>(grid_of(whole.count), 256, 0, side.stream, narrow, x,
+                                                                  whole.count);
             all = narrow;
             part = narrow + (own.begin - whole.begin);
         }
@@ -331,8 +332,9 @@ class NcclReducer : public Reducer<Cuda> {
         if (options.zero) NCCL_CHECK(ncclReduceScatter(all, part, own.count, type, ncclSum, communicator, side.stream));
         else NCCL_CHECK(ncclAllReduce(all, all, whole.count, type, ncclSum, communicator, side.stream));
         if (options.bf16)
-            launch<kernels::widen_kernel>(grid_of(sums.count), 256, 0, side.stream, grads + sums.begin,
-                                          narrow + (sums.begin - whole.begin), sums.count);
+            launch<kernels::convert_kernel<float, __nv_bfloat16>>(grid_of(sums.count), 256, 0, side.stream,
+                                                                  grads + sums.begin,
+                                                                  narrow + (sums.begin - whole.begin), sums.count);
     }
 
     void gather_parts(Cuda::real* params) {

@@ -112,13 +112,10 @@ __global__ void set_guard_kernel(T* guard, const double* loss) {
 
 #ifdef USE_NCCL
 // Gradients that travel between ranks as bf16.
-__global__ void narrow_kernel(__nv_bfloat16* y, const float* x, size_t count) {
+template <class To, class From>
+__global__ void convert_kernel(To* y, const From* x, size_t count) {
     wait_for_earlier_kernels();
-    for (size_t i = thread_index(); i < count; i += size_t(gridDim.x) * blockDim.x) y[i] = __nv_bfloat16(x[i]);
-}
-__global__ void widen_kernel(float* y, const __nv_bfloat16* x, size_t count) {
-    wait_for_earlier_kernels();
-    for (size_t i = thread_index(); i < count; i += size_t(gridDim.x) * blockDim.x) y[i] = float(x[i]);
+    for (size_t i = thread_index(); i < count; i += size_t(gridDim.x) * blockDim.x) y[i] = To(x[i]);
 }
 #endif
 
