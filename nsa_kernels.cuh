@@ -2028,8 +2028,7 @@ inline size_t select_blocks_room(const NsaShape& s) {
 // Refuses shapes that the kernels do not have, before anything is allocated for them.
 inline void check_shape(const NsaShape& s, AttentionPath asked = SelectedKernel::AUTO) {
     with_head_dimension(s.D, [&](auto D) {
-        for (const Branch branch : {WIN, CMP, SLC})
-            if (s.has(branch)) check_attention_shape(branch, s);
+        check_attention_shape(s.full ? 1u << WIN : EVERY_BRANCH, s);
         if (s.full) return;
         resolve_selected<D()>(asked, s);
         ScoreBuffers<D()>::bytes(attention_shape(CMP, s, SCORE_TOKENS));
@@ -2042,8 +2041,7 @@ inline void check_shape(const NsaShape& s, AttentionPath asked = SelectedKernel:
 inline void forward_on_tensor_cores(const LayerOutputs<bf16, float>& out, const LayerInputs<bf16, float>& in,
                                     const NsaShape& s, ForwardOptions options, AttentionPath path,
                                     AttentionWorkspace workspace, cudaStream_t stream) {
-    for (const Branch branch : {CMP, SLC, WIN})
-        if (options.branches >> branch & 1) check_attention_shape(branch, s);
+    check_attention_shape(options.branches, s);
     if (s.query_rows() == 0) return;
     with_head_dimension(s.D,
                         [&](auto D) { launch_forward_kernels<D()>(out, in, s, options, path, workspace, stream); });
@@ -2062,8 +2060,7 @@ inline void forward_on_tensor_cores(Branch branch, bf16* out, float* lse, const 
 inline void attention_backward(const LayerGradients<bf16, float>& d, const LayerInputs<bf16, float>& in,
                                const kernels::Rope& rope, const NsaShape& s, unsigned branches, AttentionPath path,
                                AttentionWorkspace workspace, cudaStream_t stream) {
-    for (const Branch branch : {CMP, SLC, WIN})
-        if (branches >> branch & 1) check_attention_shape(branch, s);
+    check_attention_shape(branches, s);
     if (s.query_rows() == 0) return;
     with_head_dimension(
         s.D, [&](auto D) { launch_attention_backward<D()>(d, in, rope, s, branches, path, workspace, stream); });
@@ -2074,7 +2071,7 @@ inline void attention_backward(const LayerGradients<bf16, float>& d, const Layer
 // least, are under way at once; select_blocks_room() says how many floats make few launches.
 inline void select_blocks(uint32_t* selection, float* chosen_importance, const bf16* q, const bf16* kc,
                           const float* lse, const NsaShape& s, float* importances, size_t room, cudaStream_t stream) {
-    check_attention_shape(CMP, s);
+    check_attention_shape(COMPRESSED, s);
     if (s.query_rows() == 0) return;
     with_head_dimension(s.D, [&](auto D) {
         const AttentionShape a = attention_shape(CMP, s, SCORE_TOKENS);

@@ -154,17 +154,19 @@ inline AttentionShape attention_shape(Branch branch, const NsaShape& s, int tile
 }
 HOST_DEVICE inline int key_tiles(const AttentionShape& a) { return (a.keys + KEY_TILE - 1) / KEY_TILE; }
 
-inline void check_attention_shape(Branch branch, const NsaShape& s) {
+// For these branches, bits.
+inline void check_attention_shape(unsigned branches, const NsaShape& s) {
     if (const int most = query_rows_of_device(s.D, true);
         s.heads_per_group() * s.G != s.H || s.heads_per_group() > most)
         fail_usage("%d query heads in %d groups: the CUDA attention wants 1 to %d query heads for each group", s.H, s.G,
                    most);
-    if (branch == SLC && s.slc_block != 16 && s.slc_block != 32 && (s.slc_block < KEY_TILE || s.slc_block % KEY_TILE))
+    if (branches >> SLC & 1 && s.slc_block != 16 && s.slc_block != 32 &&
+        (s.slc_block < KEY_TILE || s.slc_block % KEY_TILE))
         fail_usage(
             "selection blocks of %d tokens: the CUDA attention has 16, 32 and multiples of 64; choose one of them, or "
             "the CPU",
             s.slc_block);
-    if (branch != WIN && s.slc_block % s.d)
+    if (branches != 1u << WIN && s.slc_block % s.d)
         fail_usage(
             "selection blocks of %d tokens and compression blocks every %d: the CUDA attention wants a multiple; "
             "choose one, or the CPU",
