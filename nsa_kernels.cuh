@@ -2035,9 +2035,9 @@ inline void check_shape(const NsaShape& s, AttentionPath asked = SelectedKernel:
     });
 }
 // out.o and out.lse of these branches, bits, of the shape; then out.attn of all branches, where it is given. A query
-// without a key: 0, and +infinity for lse, the natural logarithm of the softmax's denominator. Selection blocks: 16, 32
-// or a multiple of 64 tokens. Query heads per group: up to 128, without padding but in the last tile. `path` says which
-// kernels; where the selected branch's is AUTO, the workspace needs a place for the choice.
+// without a key: 0, and +infinity for lse, the natural logarithm of the softmax's denominator. What shapes there
+// are says check_attention_shape(). `path` says which kernels; where the selected branch's is AUTO, the workspace needs
+// a place for the choice.
 inline void forward_on_tensor_cores(const LayerOutputs<bf16, float>& out, const LayerInputs<bf16, float>& in,
                                     const NsaShape& s, ForwardOptions options, AttentionPath path,
                                     AttentionWorkspace workspace, cudaStream_t stream) {

@@ -287,7 +287,7 @@ struct GatherBlock {
     }
 };
 
-// One step of the online softmax over the scores p of 64 keys, as in attention_forward_kernel, but with the shift (the
+// One step of the online softmax over the scores p of 64 keys, as online_softmax(), but with the shift (the
 // largest score in base 2) and the sum of the exponentials in shared memory. p become the exponentials, rescale the
 // factors of the earlier sums.
 __device__ inline void gathered_softmax(float (&p)[1][KEY_TILE / 8][4], float (&rescale)[2], float2* softmax,
@@ -316,7 +316,7 @@ __device__ inline void gathered_softmax(float (&p)[1][KEY_TILE / 8][4], float (&
         if (keeper) softmax[r.row[i]] = make_float2(shift, total);
     }
 }
-// As attention_forward_kernel<SLC>. Its budget, in the same units; sums are what fp32 sums cost in shared memory beside
+// As attend<SLC>. Its budget, in the same units; sums are what fp32 sums cost in shared memory beside
 // ldmatrix:
 //     mma 102 / 205, ldmatrix and sums 208 / 416, exponentials 68 / 68, instructions 167 / 232
 template <int D>
@@ -349,8 +349,7 @@ __global__ void __launch_bounds__(GATHER_WARPS * 32, D > 64 ? 1 : 2)
     });
 }
 
-// dq [B, H, queries, D] = dS k of the selected branch, without the scale, as the walk over its tiles in
-// attention_dq_kernel.
+// dq [B, H, queries, D] = dS k of the selected branch, without the scale, as add_branch<SLC>.
 //     mma 154 / 307, ldmatrix and sums 288 / 576, exponentials 64 / 64, instructions 182 / 267
 template <int D>
 __global__ void __launch_bounds__(GATHER_WARPS * 32, D > 64 ? 1 : 2)

@@ -371,8 +371,8 @@ struct CudaRuntime {
     };
 
   protected:
-    // Temporary memory that only grows; what is in a piece is valid until the piece is used again. The last one belongs
-    // to add_column_sums, the others to whichever operation is running.
+    // Temporary memory that only grows; what is in a piece is valid until the piece is used again. The last one is for
+    // parts of sums over rows, the others for whichever operation is running.
     static constexpr int SCRATCH_PIECES = 4;
     template <class T>
     T* scratch(int piece, size_t count) {
