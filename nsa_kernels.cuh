@@ -1298,15 +1298,11 @@ __device__ inline void attend(const LayerOutputs<bf16, float>& out, const LayerI
     const int first_tile = block.start(s);
     unsigned q_rows[M][D / 16][4];
     if (q_in_registers<D>()) load_rows<D>(q_rows, block.q_tile, block.first_row);
-    float sums[M][D / 8][4], shift[M][2], total[M][2];
-    clear(sums);
+    float sums[M][D / 8][4] = {}, shift[M][2], total[M][2] = {};
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            shift[m][i] = -FLT_MAX;
-            total[m][i] = 0;
-        }
+        for (int i = 0; i < 2; i++) shift[m][i] = -FLT_MAX;
 
     if constexpr (by == WARPGROUP) attend_by_warpgroups(block, first_tile, q_rows, sums, shift, total, s);
     else
@@ -1505,8 +1501,7 @@ __device__ inline void compute_dq(const LayerGradients<bf16, float>& d, const La
     const auto has_gathered = [&] { return options.gathered && (!options.choice || options.choice->gather); };
     const auto selects = [&] { return options.branches >> SLC & 1 && !has_gathered(); };
     QueryRows<D, true, by>(s).copy(in.q, in.dout, selects(), in.selection, s);
-    float sums[M][D / 8][4];
-    clear(sums);
+    float sums[M][D / 8][4] = {};
     unsigned q_rows[M][D / 16][4], dout_rows[M][D / 16][4];
     {
         QueryBlock<WIN, D, true, by> block(in.k[WIN], in.v[WIN], nullptr, s);
