@@ -235,7 +235,9 @@ class HostReducer : public Reducer<Dev> {
                 if (!Dev::on_host) elsewhere.resize(p.count);
                 real* const x = Dev::on_host ? params + p.begin : elsewhere.data();
                 if (!Dev::on_host && r == world.rank) dev.copy(x, params + p.begin, p.count);
-                MPI_Bcast(x, int(p.count * sizeof(real)), MPI_BYTE, r, MPI_COMM_WORLD);
+                for (size_t at = 0; at < p.count; at += 1 << 28)  // MPI counts by int
+                    MPI_Bcast(x + at, int(std::min<size_t>(p.count - at, 1 << 28) * sizeof(real)), MPI_BYTE, r,
+                              MPI_COMM_WORLD);
                 if (!Dev::on_host && r != world.rank) dev.copy(params + p.begin, x, p.count);
             }
     }

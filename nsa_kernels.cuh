@@ -763,13 +763,22 @@ inline void attention_backward(Branch branch, const BackwardArrays<cuda_real, fl
     launch<dkdv_kernel>(blocks_for(keys, WARPS), WARPS * 32, WARPS * (4 * s.D + 64) * sizeof(float), stream, branch, d,
                         in, s, scale, keys);
 }
+// A group's queries, the importance of every block and its bit.
+inline size_t select_shared_bytes(const NsaShape& s) {
+    return shared_bytes({size_t(s.heads_per_group()) * s.D * sizeof(float), size_t(s.slc_blocks()) * sizeof(float),
+                         size_t(s.selection_words()) * sizeof(uint32_t)});
+}
+inline void check_shape(const NsaShape& s) {
+    if (!s.full && select_shared_bytes(s) > max_shared_of_device())
+        fail_usage(
+            "the plain kernel that chooses among %d blocks for %d heads of dimension %d in a group takes %d bytes of "
+            "shared memory, this GPU has %d; choose a larger --slc-block or more --kv-groups",
+            s.slc_blocks(), s.heads_per_group(), s.D, select_shared_bytes(s), max_shared_of_device());
+}
 inline void select_blocks(uint32_t* selection, float* chosen_importance, const cuda_real* q, const cuda_real* kc,
                           const float* lse, const NsaShape& s, cudaStream_t stream) {
-    const size_t bytes =
-        shared_bytes({size_t(s.heads_per_group()) * s.D * sizeof(float), size_t(s.slc_blocks()) * sizeof(float),
-                      size_t(s.selection_words()) * sizeof(uint32_t)});
-    launch<select_kernel>(unsigned(size_t(s.B) * s.G * s.queries), 32, bytes, stream, selection, chosen_importance, q,
-                          kc, lse, s, float(s.scale()));
+    launch<select_kernel>(unsigned(size_t(s.B) * s.G * s.queries), 32, select_shared_bytes(s), stream, selection,
+                          chosen_importance, q, kc, lse, s, float(s.scale()));
 }
 
 }  // namespace plain
@@ -2460,8 +2469,9 @@ struct Cuda : CudaOptimiser {
                 "choose %s",
                 asked_kernel->name, s.D, properties.major, properties.minor, code,
                 joined_words(attention_kernel_names(FP32, gpu, s.D), " or "));
+        if (plain_attention) return plain::check_shape(s);
 #ifndef PRECISION_FP32
-        if (!plain_attention) ::check_shape(s, attention_path());
+        ::check_shape(s, attention_path());
 #endif
     }
     // How the selected branch is computed for this shape, in words; AUTO: as the last forward or backward pass chose.
@@ -2470,6 +2480,7 @@ struct Cuda : CudaOptimiser {
         if (s.full) return "no selected branch";
         if (plain_attention) return format_text("selected branch by %s", ATTENTION_KERNELS[PLAIN_KERNEL].words);
         SelectedKernel kernel = selected_kernel, dkdv = kernel;
+        const bool on_warpgroups = warpgroups && has_warpgroups(s.D);
 #ifndef PRECISION_FP32
         with_head_dimension(s.D, [&](auto D) {
             kernel = resolve_dq<D()>(attention_path(), s);
@@ -2479,14 +2490,14 @@ struct Cuda : CudaOptimiser {
         if (kernel == SelectedKernel::AUTO) {
             SelectedChoice choice;
             copy(&choice, selected_choice, 1);
-            if (choice.tile_tokens > 0) return ::describe(choice, s);
+            if (choice.tile_tokens > 0) return ::describe(choice, s, on_warpgroups);
             return "selected branch by masked tiles or gathered rows, as the selection will show";
         }
         return format_text(
             "selected branch by %s, %s%s",
-            ATTENTION_KERNELS[kernel != SelectedKernel::TILES     ? GATHERED_ROWS_KERNEL
-                              : warpgroups && has_warpgroups(s.D) ? WARPGROUPS_KERNEL
-                                                                  : TENSOR_CORES_KERNEL]
+            ATTENTION_KERNELS[kernel != SelectedKernel::TILES ? GATHERED_ROWS_KERNEL
+                              : on_warpgroups                 ? WARPGROUPS_KERNEL
+                                                              : TENSOR_CORES_KERNEL]
                 .words,
             selected_kernel == kernel
                 ? "as asked"

@@ -37,13 +37,14 @@ struct SelectedChoice {
 };
 
 // In words, for the log.
-inline std::string describe(const SelectedChoice& c, const NsaShape& s) {
+inline std::string describe(const SelectedChoice& c, const NsaShape& s, bool on_warpgroups = false) {
+    const std::string tiles = ATTENTION_KERNELS[on_warpgroups ? WARPGROUPS_KERNEL : TENSOR_CORES_KERNEL].words;
     return format_text(
         "selected branch by %s%s, dK and dV by gathered rows: %.0f tokens visit %.1f of %d tiles of keys together; "
         "gathering their rows has an estimated cost of %.2f of that of masked tiles",
-        auto_may_gather(s.D, false) ? "" : "masked tiles, dQ by ",
-        ATTENTION_KERNELS[c.gather ? GATHERED_ROWS_KERNEL : TENSOR_CORES_KERNEL].words, double(c.tile_tokens),
-        double(c.tile_blocks), (s.first + s.queries + 64 - 1) / 64, double(c.cost));
+        auto_may_gather(s.D, false) ? "" : tiles + ", dQ by ",
+        c.gather ? ATTENTION_KERNELS[GATHERED_ROWS_KERNEL].words : tiles, double(c.tile_tokens), double(c.tile_blocks),
+        (s.first + s.queries + 64 - 1) / 64, double(c.cost));
 }
 
 #ifndef PRECISION_FP32

@@ -977,5 +977,9 @@ TEST(attention_kernels_refuse) {
     CHECK_FAILS(2, "shared memory", check_shape(s));
     s = shape(1 << 20, 1), s.slc_block = 16;  // however many blocks there are to choose from
     check_shape(s);
+    dev.choose_attention("plain");  // which keeps all their importances at once
+    CHECK_FAILS(2, "shared memory", dev.check_shape(s));
+    s.slc_block = 64;
+    dev.check_shape(s);
 }
 #endif
