@@ -60,6 +60,12 @@ inline std::string system_line(const char* path, const std::string& name) {
     return "";
 }
 
+inline std::string processor_name() {
+    const std::string line = system_line("/proc/cpuinfo", "model name");
+    const size_t at = line.find(": ");
+    return at == std::string::npos ? "unknown" : line.substr(at + 2);
+}
+
 // The environment variables that change how a run goes.
 inline Json variables() {
     std::map<std::string, std::string> found;
@@ -79,8 +85,7 @@ inline Json variables() {
 // The record of this start, of which run.json keeps one for each start and resume. step: from which the run goes on.
 inline std::string start_json(const Machine& machine, int64_t step) {
     const World& world = machine.world;
-    const std::string driver = system_line("/proc/driver/nvidia/version", "NVIDIA"),
-                      processor = system_line("/proc/cpuinfo", "model name");
+    const std::string driver = system_line("/proc/driver/nvidia/version", "NVIDIA");
     struct utsname system = {};
     uname(&system);
     std::error_code error;
@@ -103,7 +108,7 @@ inline std::string start_json(const Machine& machine, int64_t step) {
                 {"flags", machine.build.flags},
                 {"libraries", versions},
                 {"engine", machine.engine},
-                {"processor", processor.empty() ? "unknown" : processor.substr(processor.find(": ") + 2)},
+                {"processor", processor_name()},
                 {"driver", driver.empty() ? Json() : Json(driver)},
                 {"system", std::string(system.sysname) + " " + system.release + " " + system.machine},
                 {"ranks", world.size},
