@@ -9,7 +9,6 @@
 #include <memory>
 #include <algorithm>
 #include <functional>
-#include <sstream>
 
 #include "lib/data/unicode_classes.h"
 #include "lib/data/vocabulary.h"
@@ -29,8 +28,7 @@ struct UnicodeRange {
 // The runs of code points that a text of unicode_classes.h lists.
 inline std::vector<UnicodeRange> unicode_ranges(const char* text) {
     std::vector<UnicodeRange> ranges;
-    std::istringstream words(text);
-    for (std::string word; words >> word;) {
+    for (const std::string& word : split_words(text)) {
         const auto code_at = [&](size_t at) { return uint32_t(std::stoul(word.substr(at), nullptr, 16)); };
         ranges.push_back({code_at(0), code_at(word.find('-') + 1)});  // 0 again where there is no dash
     }

@@ -207,7 +207,7 @@ class CrashTest {
 
     const Words options =
         program::joined({"--model", "tiny", "--device", "cpu"},
-                        program::small_words(program::parse_pairs(program::parse_words(
+                        program::small_words(program::parse_pairs(split_words(
                             "--steps=60 --seq-len=32 --batch=1 --warmup=5 --eval-every=10 --sample-every=20 "
                             "--sample-tokens=4 --save-every=3"))));
     const int64_t last_step = 60;
@@ -265,8 +265,8 @@ class CrashTest {
         if (resume) command.push_back("--resume");
         if (ranks == 1) return joined(fault, command);
         const std::string& mpirun = settings.mpirun;
-        if (fault.empty()) return joined(program::parse_words(mpirun), command);
-        const Words first = joined(program::parse_words(std::regex_replace(mpirun, std::regex("2"), "1")), command);
+        if (fault.empty()) return joined(split_words(mpirun), command);
+        const Words first = joined(split_words(std::regex_replace(mpirun, std::regex("2"), "1")), command);
         return joined(joined(first, {":", "-np", "1", "env"}), joined(fault, command));
     }
 

@@ -1,9 +1,12 @@
 // text.h: text that is safe to print: UTF-8, messages out of values of any type, words for a shell.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
 #include <initializer_list>
+#include <iterator>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
@@ -153,10 +156,21 @@ inline std::string shell_word(const std::string& path) {
     return word + "'";
 }
 
+// What stands between the blanks of a text.
+inline std::vector<std::string> split_words(const std::string& text) {
+    std::istringstream in(text);
+    return {std::istream_iterator<std::string>(in), {}};
+}
 inline std::string joined_words(const std::vector<std::string>& words, const char* between) {
     std::string all;
     for (const std::string& word : words) all += (all.empty() ? "" : between) + word;
     return all;
+}
+// The row of this name in a table of them; null where there is none.
+template <class Row, size_t ROWS>
+const Row* row_named(const Row (&table)[ROWS], const std::string& name) {
+    const auto found = std::find_if(table, table + ROWS, [&](const Row& row) { return name == row.name; });
+    return found == table + ROWS ? nullptr : found;
 }
 // "1 rank", "2 ranks".
 inline std::string counted(int64_t n, const std::string& noun) {

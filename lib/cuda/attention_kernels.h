@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "../base/text.h"
 #include "../model/shape.h"
 
 // What launches the selected branch. AUTO takes whichever costs less for the selection at hand, see
@@ -66,9 +67,7 @@ struct AttentionPath {
 };
 // Null for "auto", and for a name that no row has.
 inline const AttentionKernel* attention_kernel_named(const std::string& name) {
-    for (const AttentionKernel& row : ATTENTION_KERNELS)
-        if (name == row.name) return &row;
-    return nullptr;
+    return row_named(ATTENTION_KERNELS, name);
 }
 // What auto takes, as "gathered_rows or tensor_cores"; a row of some head dimensions leaves the others to the next.
 inline std::string automatic_attention_kernels(bool fp32, GpuCode gpu) {

@@ -3,8 +3,6 @@
 #pragma once
 #include <cstdio>
 #include <cstdlib>
-#include <iterator>
-#include <sstream>
 #include <string>
 #include <vector>
 
@@ -34,11 +32,6 @@ inline void print_wrapped(const std::string& label, const std::vector<std::strin
         line += " " + words[i];
     }
     print("%s\n", line);
-}
-
-inline std::vector<std::string> split_words(const std::string& text) {
-    std::istringstream in(text);
-    return {std::istream_iterator<std::string>(in), {}};
 }
 
 // What a preset stands for, as options.

@@ -230,9 +230,7 @@ void apply_preset(Config& c) {
 }
 
 Config options_of(const std::string& words) {
-    std::istringstream in(words);
-    std::vector<std::string> all = {"train_nsa"};
-    for (std::string word; in >> word;) all.push_back(word);
+    const std::vector<std::string> all = split_words("train_nsa " + words);
     std::vector<const char*> argv;
     for (const std::string& word : all) argv.push_back(word.c_str());
     Config c = parse_options(int(argv.size()), argv.data());

@@ -420,12 +420,6 @@ inline const VerbName VERBS[] = {
     {"check", CHECK_VERB, "what this build and machine have, and a gradient self-test"},
 };
 
-// The row of this name; null where there is none.
-template <class Row, size_t ROWS>
-const Row* row_named(const Row (&table)[ROWS], const std::string& name) {
-    const auto found = std::find_if(table, table + ROWS, [&](const Row& row) { return name == row.name; });
-    return found == table + ROWS ? nullptr : found;
-}
 inline const VerbName* verb_named(const std::string& name) { return row_named(VERBS, name); }
 inline const Option* find_option(const std::string& name) { return row_named(OPTIONS, name); }
 inline const Option& option_named(const std::string& name) { return *find_option(name); }

@@ -191,10 +191,6 @@ inline Result run(const Words& arguments, const Start& start = {}) {
 }
 
 // What blanks part.
-inline Words parse_words(const std::string& text) {
-    std::istringstream in(text);
-    return {std::istream_iterator<std::string>(in), {}};
-}
 inline Words words_of(const Options& options) {
     Words words;
     for (const auto& [name, value] : options) words.push_back("--" + name + "=" + value);
@@ -300,8 +296,8 @@ inline Config parse_and_preset(const Words& words) {
 // the smallest model, with each --name=value behind it in place of its own.
 struct Command {
     Words words;
-    Command(const char* line) : words(parse_words(line)) {}
-    Command(const std::string& line) : words(parse_words(line)) {}
+    Command(const char* line) : words(split_words(line)) {}
+    Command(const std::string& line) : words(split_words(line)) {}
     Command(const Words& list) : words(list) {}
     Command(std::initializer_list<std::string> list) : words(list) {}
 };

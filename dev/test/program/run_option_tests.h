@@ -105,12 +105,12 @@ PROGRAM_TEST(run_help_is_wrapped_at_the_terminals_width) {
         size_t width;
     } const cases[] = {{"", 0, 80}, {"nonsense", 0, 80}, {"64", 0, 64}, {"72", 120, 72}, {"", 120, 120}, {"", 67, 67}};
     for (const VerbName& v : VERBS) {
-        const Words words = parse_words(run({v.name, "--help"}, UNWRAPPED).out);
+        const Words words = split_words(run({v.name, "--help"}, UNWRAPPED).out);
         for (const auto& c : cases) {
             Start start{{format_text("COLUMNS=%s", c.columns)}};
             start.terminal_columns = c.terminal;
             const Result help = run({v.name, "--help"}, start);
-            CHECK(help.status == 0 && parse_words(help.out) == words);
+            CHECK(help.status == 0 && split_words(help.out) == words);
             size_t longest = 0;
             for (std::string line : lines_of(help.out)) {
                 if (!line.empty() && line.back() == '\r') line.pop_back();  // a terminal's
@@ -168,7 +168,7 @@ PROGRAM_TEST(run_help_tells_the_presets_as_they_are) {
     for (const Config& p : PRESETS) {
         const std::string line = find_line(help, "  --model " + std::string(p.model) + " ");
         REQUIRE(!line.empty());
-        const Config told = parse(parse_words(line.substr(line.find("= ") + 2))),
+        const Config told = parse(split_words(line.substr(line.find("= ") + 2))),
                      preset = parse_and_preset({"--model", p.model});
         for (const Option& o : OPTIONS) {
             if (std::string(o.default_text) != "preset") continue;

@@ -107,7 +107,7 @@ inline EvalLine parse_eval(const std::string& out) {
 inline void check_samples(const InFolder& in) {
     const auto sample = [&](const std::string& more) {
         const std::string text = in.printed(joined(
-            {"sample", "--from=@/run", "--prompt=The history of", "--tokens=24", "--threads=1"}, parse_words(more)));
+            {"sample", "--from=@/run", "--prompt=The history of", "--tokens=24", "--threads=1"}, split_words(more)));
         CHECK_EQUAL(text.substr(0, 14), "The history of");
         CHECK(text.size() > 15 && text.back() == '\n');
         return text;
@@ -427,7 +427,7 @@ TEST(run_batch_sizes_follow_from_what_was_given) {
                       {"--total-batch=8192", 4, 8, 8192},
                       {"--total-batch=2048 --batch=2", 2, 2, 2048}};
     for (const auto& g : good) {
-        Config c = program::parse_and_preset(program::parse_words(g.words));
+        Config c = program::parse_and_preset(split_words(g.words));
         resolve_batch(c, g.ranks, false);
         CHECK_EQUAL(c.batch, g.batch);
         CHECK_EQUAL(c.total_batch, g.total);
@@ -443,7 +443,7 @@ TEST(run_batch_sizes_follow_from_what_was_given) {
                      {"--total-batch=2048 --batch=8", 2, "--batch 8"},
                      {"--total-batch=2048 --batch=16", 1, "--batch 16"}};
     for (const auto& b : bad) {
-        Config c = program::parse_and_preset(program::parse_words(b.words));
+        Config c = program::parse_and_preset(split_words(b.words));
         CHECK_FAILS(2, b.named, resolve_batch(c, b.ranks, false));
     }
     // Whatever is chosen fits together, and the 125m preset on a CPU takes steps that end within a day.
