@@ -128,10 +128,7 @@ std::string commit_checkpoint(const std::string& run, int64_t step, const std::v
 // Removes folders that are no longer, or not yet, checkpoints: a folder gets the name first, which must be durable
 // before its files go.
 static void remove_renamed(const std::string& run, const std::vector<std::string>& names, const Complain& complain) {
-    for (const std::string& name : names) {
-        const std::string error = error_of([&] { remove_tree(run + "/" + name); });
-        if (!error.empty()) complain(error);
-    }
+    for (const std::string& name : names) try_or_complain([&] { remove_tree(run + "/" + name); }, complain);
 }
 
 void abandon_checkpoint(const std::string& run, int64_t step, const Complain& complain) {
@@ -263,12 +260,12 @@ void remove_old_checkpoints(const std::string& run, int64_t keep, int64_t keep_e
         for (int64_t step : old) {
             const std::string folder = checkpoint_folder(run, step), name = name_of(folder) + ".removing";
             if (folder == intact || step == best) continue;
-            const std::string error = error_of([&] {
+            const auto rename = [&] {
                 remove_tree(run + "/" + name);  // left by a removal that failed
                 rename_path(folder, run + "/" + name);
                 removing.push_back(name);
-            });
-            if (!error.empty()) complain(error);
+            };
+            try_or_complain(rename, complain);
         }
         if (removing.empty()) return;
         sync_folder(run);  // a power cut must not bring back the name of a folder that has lost files
@@ -280,11 +277,11 @@ void remove_old_checkpoints(const std::string& run, int64_t keep, int64_t keep_e
 
 void clean_leftovers(const std::string& run, const Complain& complain) {
     if (!file_exists(run)) return;
-    std::vector<std::string> leftovers;
-    const std::string error = error_of([&] {
+    const auto remove = [&] {
+        std::vector<std::string> leftovers;
         for (const std::string& name : folder_entries(run))
             if (parse_step(name, ".writing") >= 0 || parse_step(name, ".removing") >= 0) leftovers.push_back(name);
-    });
-    if (!error.empty()) complain(error);
-    remove_renamed(run, leftovers, complain);
+        remove_renamed(run, leftovers, complain);
+    };
+    try_or_complain(remove, complain);
 }

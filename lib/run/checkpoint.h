@@ -23,6 +23,11 @@
 // Takes one line about something that went wrong and is survived; a warning, unless somebody wants to know.
 using Complain = std::function<void(const std::string&)>;
 inline const Complain WARN = [](const std::string& line) { complain(line); };
+// What goes wrong in a job is such a line.
+inline void try_or_complain(const std::function<void()>& job, const Complain& complain = WARN) {
+    const std::string error = error_of(job);
+    if (!error.empty()) complain(error);
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Names.

@@ -62,8 +62,7 @@ std::string write_bad_step(const std::string& out, const StepResult& s, int rank
         s.step, rank, s.loss, s.own_loss, s.norm, json_quote(tensor));
     for (size_t i = 0; i < s.tokens.size(); i++)
         text += (i % seq_len ? "," : i ? "],\n [" : "\n [") + std::to_string(s.tokens[i]);
-    const std::string error = error_of([&] { write_text_file(path, text + "]]}\n"); });
-    if (!error.empty()) complain(error);
+    try_or_complain([&] { write_text_file(path, text + "]]}\n"); });
     return path;
 }
 

@@ -114,8 +114,7 @@ class CheckpointSaver {
 
     // Rank 0 calls it when the files of all ranks are there.
     void commit(int64_t step, const std::vector<FileRecord>& records) {
-        const std::string error = error_of(options.before_commit);
-        if (!error.empty()) complain(error);
+        try_or_complain(options.before_commit);
         last_saved = commit_checkpoint(options.run, step, records, options.state());
         if (remove_old) remove_old_checkpoints(options.run, options.keep, options.keep_every);
         print("saved %s\n", printable(last_saved));
