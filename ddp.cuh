@@ -229,15 +229,15 @@ class HostReducer : public Reducer<Dev> {
     }
     // Where ranks own matrices, their pieces have many sizes.
     void gather_pieces(real* params) {
+        constexpr size_t most = (size_t(1) << 30) / sizeof(real);  // at a time, since MPI counts bytes by int
         std::vector<real> elsewhere;
         for (int r = 0; r < world.size; r++)
             for (const Piece& p : partition.owned(r, true)) {
                 if (!Dev::on_host) elsewhere.resize(p.count);
                 real* const x = Dev::on_host ? params + p.begin : elsewhere.data();
                 if (!Dev::on_host && r == world.rank) dev.copy(x, params + p.begin, p.count);
-                for (size_t at = 0; at < p.count; at += 1 << 28)  // MPI counts by int
-                    MPI_Bcast(x + at, int(std::min<size_t>(p.count - at, 1 << 28) * sizeof(real)), MPI_BYTE, r,
-                              MPI_COMM_WORLD);
+                for (size_t at = 0; at < p.count; at += most)
+                    MPI_Bcast(x + at, int(std::min(p.count - at, most) * sizeof(real)), MPI_BYTE, r, MPI_COMM_WORLD);
                 if (!Dev::on_host && r != world.rank) dev.copy(params + p.begin, x, p.count);
             }
     }

@@ -769,11 +769,13 @@ inline size_t select_shared_bytes(const NsaShape& s) {
                          size_t(s.selection_words()) * sizeof(uint32_t)});
 }
 inline void check_shape(const NsaShape& s) {
-    if (!s.full && select_shared_bytes(s) > max_shared_of_device())
+    if (s.full) return;
+    const size_t bytes = select_shared_bytes(s);
+    if (bytes > max_shared_of_device())
         fail_usage(
             "the plain kernel that chooses among %d blocks for %d heads of dimension %d in a group takes %d bytes of "
             "shared memory, this GPU has %d; choose a larger --slc-block or more --kv-groups",
-            s.slc_blocks(), s.heads_per_group(), s.D, select_shared_bytes(s), max_shared_of_device());
+            s.slc_blocks(), s.heads_per_group(), s.D, bytes, max_shared_of_device());
 }
 inline void select_blocks(uint32_t* selection, float* chosen_importance, const cuda_real* q, const cuda_real* kc,
                           const float* lse, const NsaShape& s, cudaStream_t stream) {

@@ -91,7 +91,10 @@ struct RunPrinter {
 
     void log_sample(int64_t step, const std::string& text);
 
-    void start(int64_t step) { first_step = step, begun = seconds_now(); }
+    void start(int64_t step) {
+        first_step = step;
+        begun = seconds_now();
+    }
     void start_clock() { started = last_lap = seconds_now(); }
 
     // The seconds since the step before.
