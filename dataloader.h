@@ -250,7 +250,7 @@ class DataLoader {
     // To the first sample.
     void rewind() { restore({seed, T(), corpus, 0}); }
 
-    // Of a mixture: the first source's epoch to end.
+    // Of a mixture: how many come before one of its sets begins again.
     uint64_t samples_per_epoch() const { return mixture->first_epoch(); }
     uint64_t tokens() const { return total_tokens; }
 

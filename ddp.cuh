@@ -80,8 +80,8 @@ class NcclTransport : public Transport {
         communicator = nccl;
         CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
         CUDA_CHECK(cudaEventCreateWithFlags(&passed, cudaEventDisableTiming));
-        CUDA_CHECK(cudaMalloc(&sent, piece()));
-        CUDA_CHECK(cudaMalloc(&received, piece() * size_t(size)));
+        CUDA_CHECK(cudaMalloc(&sent, most_bytes()));
+        CUDA_CHECK(cudaMalloc(&received, most_bytes() * size_t(size)));
     }
     ~NcclTransport() override {  // an error here would help nobody
         ncclCommDestroy(nccl);
@@ -112,8 +112,8 @@ constexpr ConnectByNccl connect_by_nccl = nullptr;
 // compute.
 
 struct ReduceOptions {
-    int zero = 0;       // 1: a rank needs the sums of its own parts only. Not so with Muon: a part cuts matrices
-    bool bf16 = false;  // gradients are rounded to bf16 to travel
+    bool partial_sums = false;  // a rank needs the sums of its own parts only; with Muon all, since parts cut matrices
+    bool bf16 = false;          // gradients are rounded to bf16 to travel
 };
 
 template <class Dev>
@@ -159,9 +159,9 @@ class HostReducer : public Reducer<Dev> {
     // Buckets go this way one after the other, the last one first. From `fetched` on they are on their way to the host,
     // from `sent` on MPI has them.
     size_t fetched, sent;
-    double first_sent = 0, all_here = 0, last_end = 0;  // of this step; seconds_now()
-    std::vector<uint16_t> narrow;                       // --grad-reduce bf16: what travels
-    std::vector<float> shard;                           // --zero 1: the sums of this rank's parts, as they travel
+    double first_sent = 0, last_sent = 0, last_end = 0;  // of this step; seconds_now()
+    std::vector<uint16_t> narrow;                        // --grad-reduce bf16: what travels
+    std::vector<float> part_sums;                        // --zero 1: the sums of this rank's parts, as they travel
     std::vector<MPI_Request> requests;
     MPI_Op sum_bf16 = MPI_OP_NULL;
 
@@ -173,7 +173,7 @@ class HostReducer : public Reducer<Dev> {
 
     void send(size_t b) {
         if (b + 1 == partition.buckets()) first_sent = seconds_now();
-        if (b == 0) all_here = seconds_now();
+        if (b == 0) last_sent = seconds_now();
         const Piece part = partition.part(b, world.rank);
         const size_t begin = partition.begin(b), count = partition.size(b);
         if (options.bf16)
@@ -181,8 +181,8 @@ class HostReducer : public Reducer<Dev> {
         void* const sums = options.bf16 ? static_cast<void*>(narrow.data() + begin) : host + begin;
         const MPI_Datatype type = options.bf16 ? MPI_UINT16_T : MPI_FLOAT;
         const MPI_Op add = options.bf16 ? sum_bf16 : MPI_SUM;
-        if (options.zero)
-            MPI_Ireduce_scatter_block(sums, &shard[part.local], int(part.count), type, add, MPI_COMM_WORLD,
+        if (options.partial_sums)
+            MPI_Ireduce_scatter_block(sums, &part_sums[part.m_at], int(part.count), type, add, MPI_COMM_WORLD,
                                       &requests[b]);
         else MPI_Iallreduce(MPI_IN_PLACE, sums, int(count), type, add, MPI_COMM_WORLD, &requests[b]);
     }
@@ -190,15 +190,15 @@ class HostReducer : public Reducer<Dev> {
     // The sums of a bucket have arrived: back to where the gradients are.
     void take(size_t b) {
         last_end = seconds_now();
-        const Piece part = options.zero ? partition.part(b, world.rank)
-                                        : Piece{partition.begin(b), partition.size(b), partition.begin(b)};
+        const Piece part = options.partial_sums ? partition.part(b, world.rank)
+                                                : Piece{partition.begin(b), partition.size(b), partition.begin(b)};
         float* const to = host + part.begin;
         if (options.bf16) {
             const uint16_t* const from =
-                options.zero ? reinterpret_cast<uint16_t*>(&shard[part.local]) : &narrow[part.begin];
+                options.partial_sums ? reinterpret_cast<uint16_t*>(&part_sums[part.m_at]) : &narrow[part.begin];
             for (size_t i = 0; i < part.count; i++) to[i] = from_bf16(from[i]);
-        } else if (options.zero) {
-            std::copy_n(shard.data() + part.local, part.count, to);
+        } else if (options.partial_sums) {
+            std::copy_n(part_sums.data() + part.m_at, part.count, to);
         }
         copies.put(grads + part.begin, to, part.count);
     }
@@ -256,7 +256,7 @@ class HostReducer : public Reducer<Dev> {
           requests(p.buckets(), MPI_REQUEST_NULL) {
         if (options.bf16) MPI_Op_create(add_bf16, 1, &sum_bf16);
         if (options.bf16) narrow.resize(partition.elements);
-        if (options.zero) shard.resize(partition.shard());
+        if (options.partial_sums) part_sums.resize(partition.shard());
     }
     ~HostReducer() override {
         if (options.bf16) MPI_Op_free(&sum_bf16);
@@ -275,7 +275,7 @@ class HostReducer : public Reducer<Dev> {
         ready(0);
         while (advance()) std::this_thread::yield();
         fetched = sent = partition.buckets();
-        this->times.add(last_end - first_sent, last_end - all_here);
+        this->times.add(last_end - first_sent, last_end - last_sent);
         this->times.steps++;
     }
     void complete(typename Dev::Sum* x, size_t count) override {
@@ -321,7 +321,7 @@ class NcclReducer : public Reducer<Cuda> {
     }
     void launch_bucket(size_t b) {
         const Piece whole = {partition.begin(b), partition.size(b), 0}, own = partition.part(b, world.rank);
-        const Piece& sums = options.zero ? own : whole;
+        const Piece& sums = options.partial_sums ? own : whole;
         float* const x = grads + whole.begin;
         void *all = x, *part = grads + own.begin;
         if (options.bf16) {
@@ -331,7 +331,8 @@ class NcclReducer : public Reducer<Cuda> {
             part = narrow + (own.begin - whole.begin);
         }
         const ncclDataType_t type = options.bf16 ? ncclBfloat16 : ncclFloat;
-        if (options.zero) NCCL_CHECK(ncclReduceScatter(all, part, own.count, type, ncclSum, communicator, side.stream));
+        if (options.partial_sums)
+            NCCL_CHECK(ncclReduceScatter(all, part, own.count, type, ncclSum, communicator, side.stream));
         else NCCL_CHECK(ncclAllReduce(all, all, whole.count, type, ncclSum, communicator, side.stream));
         if (options.bf16)
             launch<kernels::convert_kernel<float, __nv_bfloat16>>(grid_of(sums.count), 256, 0, side.stream,
@@ -403,7 +404,7 @@ class NcclReducer : public Reducer<Cuda> {
     void finish() override {
         const ProfileRange range("reduction");
         StreamClock& clock = reductions[step % 2];
-        clock.is_alone(dev.stream);
+        clock.waits(dev.stream);
         ready(0);
         clock.ends(side.stream);
         side.lead();
@@ -423,7 +424,7 @@ class NcclReducer : public Reducer<Cuda> {
         StreamClock& clock = gathers[(step + 1) % 2];  // of the step that finish() closed last
         side.follow();
         clock.begins(side.stream);
-        clock.is_alone(side.stream);
+        clock.waits(side.stream);
         if (partition.matrices.empty()) gather_parts(params);
         else gather_pieces(params);
         clock.ends(side.stream);

@@ -2,10 +2,11 @@
 // selection and compression are the loops of the paper's equations (Native Sparse Attention, arXiv 2502.11089) and bear
 // their numbers; dev/MODEL.md says the same in one page. lib/model/shape.h names the branches and the shapes.
 //
-// Cpu<double> runs this file as it stands. Finite differences and the golden values of an independent PyTorch model
-// (dev/reference.py) judge it, and every faster version is compared with it: Cpu<float>, which trains, computes
-// compression, attention and selection in lib/cpu/attention.h where the processor has vectors, and with this file's
-// loops elsewhere; nsa_kernels.cuh holds the GPU's version.
+// Cpu<double> runs this file as it stands, and so does the tests' Cpu<Number>, whose numbers carry an error limit.
+// Finite differences and the golden values of an independent PyTorch model (dev/reference.py) judge it, and every
+// faster version is compared with it: Cpu<float>, which trains, computes compression, attention and selection in
+// lib/cpu/attention.h where the processor has vectors, and with this file's loops elsewhere; nsa_kernels.cuh holds the
+// GPU's version.
 //
 // Conventions. Row-major. Outputs come first, gradients start with d. "=" or "+=" in a comment says whether an output
 // is overwritten or accumulated. Every sum runs in an order fixed by the shapes, so the threads change no result.
@@ -35,9 +36,9 @@
 // and rules; what stands here beside those is how Cpu does it.
 template <class real_>
 struct Cpu : HostRuntime, HostOptimiser<real_> {
-    using real = real_;    // parameters and activations
-    using Stat = real_;    // rstd, LSE, gates, losses and the gradient of q: fp32 on an engine whose real is narrower
-    using Grad = real_;    // gradients of parameters
+    using real = real_;  // parameters and activations
+    using Stat = real_;  // rstd, LSE, gates, losses, the gradient of q, m, v: fp32 on an engine whose real is narrower
+    using Grad = real_;  // gradients of parameters
     using Master = real_;  // what the optimiser updates: the parameters themselves here, an fp32 copy elsewhere
     using Sum = double;    // sums over the batch and over all parameters
     static constexpr bool has_master = false;
@@ -45,6 +46,23 @@ struct Cpu : HostRuntime, HostOptimiser<real_> {
     void from_host(real* out, const float* in, size_t count) { std::copy_n(in, count, out); }
     Gemm<real> gemm;  // every matrix product but attention's; gemm.bf16 is --cpu-dtype
 
+  private:
+    // Cpu<float> trains by lib/cpu/attention.h, wherever in_tiles stands; the loops behind it specify the same.
+    static constexpr bool in_tiles = HAVE_VECTORS && std::is_same<real, float>::value;
+    TiledAttention tiles;
+    RopeTable<real> rope;
+    Workspace<real> partial_sums;
+
+    static real dot(const real* a, const real* b, int count) {
+        real sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int i = 0; i < count; i++) sum += a[i] * b[i];
+        return sum;
+    }
+    // What a matrix product takes of x: x itself or, with --cpu-dtype bf16, the nearest number of that format.
+    real operand(real x) const { return gemm.bf16 ? round_to_bf16(x) : x; }
+
+  public:
     void check_shape(const NsaShape&) const {}  // every shape works here
     std::string format() const { return gemm.bf16 ? "bf16" : sizeof(real) == 8 ? "fp64" : "fp32"; }
     double peak_flops() const { return 0; }  // unknown
@@ -359,10 +377,10 @@ struct Cpu : HostRuntime, HostOptimiser<real_> {
         }
         for (int f = 0; f < s.F; f++) {
             real sum = phi.bias[f];
-            for (int m = 0; m < s.l * s.D; m++) sum += factor(phi.fc1[size_t(f) * s.l * s.D + m]) * factor(X[m]);
+            for (int m = 0; m < s.l * s.D; m++) sum += operand(phi.fc1[size_t(f) * s.l * s.D + m]) * operand(X[m]);
             hidden[f] = sum;
             const real active = sum * sigmoid(sum);
-            for (int x = 0; x < s.D; x++) out[x] += factor(phi.fc2[size_t(x) * s.F + f]) * factor(active);
+            for (int x = 0; x < s.D; x++) out[x] += operand(phi.fc2[size_t(x) * s.F + f]) * operand(active);
         }
     }
     // dk and dv =, dphi +=, from dout, whose keys are turned back in place. Training shapes.
@@ -395,14 +413,14 @@ struct Cpu : HostRuntime, HostOptimiser<real_> {
             const real sig = sigmoid(hidden[f]), active = hidden[f] * sig;
             real dactive = 0;
             for (int x = 0; x < s.D; x++) {
-                dphi.fc2[size_t(x) * s.F + f] += factor(dout[x]) * factor(active);
-                dactive += factor(dout[x]) * factor(phi.fc2[size_t(x) * s.F + f]);
+                dphi.fc2[size_t(x) * s.F + f] += operand(dout[x]) * operand(active);
+                dactive += operand(dout[x]) * operand(phi.fc2[size_t(x) * s.F + f]);
             }
             const real dhidden = dactive * (sig * (1 + hidden[f] * (1 - sig)));  // through the SiLU
             dphi.bias[f] += dhidden;
             for (int m = 0; m < width; m++) {
-                dphi.fc1[size_t(f) * width + m] += factor(dhidden) * factor(X[m]);
-                dX[m] += factor(dhidden) * factor(phi.fc1[size_t(f) * width + m]);
+                dphi.fc1[size_t(f) * width + m] += operand(dhidden) * operand(X[m]);
+                dX[m] += operand(dhidden) * operand(phi.fc1[size_t(f) * width + m]);
             }
         }
     }
@@ -424,7 +442,6 @@ struct Cpu : HostRuntime, HostOptimiser<real_> {
     void attention_forward(Branch branch, real* out, Stat* lse, const real* q, const real* k, const real* v,
                            const uint32_t* selection, const NsaShape& s) {
         const ProfileRange range(ATTENTION_NAMES[branch]);
-        // Cpu<float> trains by lib/cpu/attention.h, here and wherever in_tiles stands. The loops below specify it.
         if constexpr (in_tiles) return tiles.attention_forward(gemm.bf16, branch, out, lse, q, k, v, selection, s);
         const size_t h = size_t(s.heads_per_group());
 #pragma omp parallel for schedule(static)
@@ -453,7 +470,7 @@ struct Cpu : HostRuntime, HostOptimiser<real_> {
         real total = 0;
         for (real& x : p) total += x = exponential(x - real(largest));
         for (size_t i = 0; i < keys.size(); i++)
-            for (int x = 0; x < D; x++) out[x] += factor(p[i]) * factor(v[size_t(keys[i]) * D + x]);
+            for (int x = 0; x < D; x++) out[x] += operand(p[i]) * operand(v[size_t(keys[i]) * D + x]);
         for (int x = 0; x < D; x++) out[x] = out[x] / total;
         using std::log;
         lse = log(total) + real(largest);
@@ -462,7 +479,7 @@ struct Cpu : HostRuntime, HostOptimiser<real_> {
     real score(const real* q, const real* k, const NsaShape& s) const {
         const real scale = real(s.scale());
         real sum = 0;
-        for (int x = 0; x < s.D; x++) sum += factor(q[x] * scale) * factor(k[x]);
+        for (int x = 0; x < s.D; x++) sum += operand(q[x] * scale) * operand(k[x]);
         return sum;
     }
 
@@ -529,12 +546,12 @@ struct Cpu : HostRuntime, HostOptimiser<real_> {
                         const size_t at = (keys_at + key) * D;
                         const real P = exponential(score(qr, in.k + at, s) - d.lse_gated[row]);  // P', which is g P
                         real dP = 0;
-                        for (size_t x = 0; x < D; x++) dP += factor(dO[x]) * factor(in.v[at + x]);
+                        for (size_t x = 0; x < D; x++) dP += operand(dO[x]) * operand(in.v[at + x]);
                         const real dS = P * (dP - d.row_dot[row]);
                         for (size_t x = 0; x < D; x++) {
-                            d.dq[row * D + x] += factor(dS) * factor(in.k[at + x]) * scale;
-                            d.dk[at + x] += factor(dS) * factor(qr[x] * scale);
-                            d.dv[at + x] += factor(P) * factor(dO[x]);
+                            d.dq[row * D + x] += operand(dS) * operand(in.k[at + x]) * scale;
+                            d.dk[at + x] += operand(dS) * operand(qr[x] * scale);
+                            d.dv[at + x] += operand(P) * operand(dO[x]);
                         }
                     }
                 }
@@ -591,8 +608,8 @@ struct Cpu : HostRuntime, HostOptimiser<real_> {
         fold_importance(importance, p.data(), t, s);
     }
     // Paper eq. 9 for any l, d and l': a compressed block counts for a selection block by the tokens they share, in
-    // units of d. As printed, eq. 9 adds p[j*l'/d - m - n], which with indices from 0 are blocks before selection block
-    // j; the blocks that overlap it are meant. For l, d, l' = 32, 16, 64 it is
+    // units of d. As printed, with indices from 0, eq. 9 adds p[j*l'/d - m - n], l'/d - 1 compressed blocks too early;
+    // those that overlap selection block j are meant. For l, d, l' = 32, 16, 64 it is
     //     importance[j] = p[4j-1] + 2 p[4j] + 2 p[4j+1] + 2 p[4j+2] + p[4j+3]
     static void fold_importance(real* importance, const real* p, int t, const NsaShape& s) {
         std::fill_n(importance, t / s.slc_block + 1, real(0));
@@ -623,22 +640,5 @@ struct Cpu : HostRuntime, HostOptimiser<real_> {
         }
         return all > real(0) ? chosen / all : real(1);
     }
-
-  private:
-    // Cpu<float> runs the tiled version where there are vectors to run it on.
-    static constexpr bool in_tiles = HAVE_VECTORS && std::is_same<real, float>::value;
-    TiledAttention tiles;
-
-    static real dot(const real* a, const real* b, int count) {
-        real sum = 0;
-#pragma omp simd reduction(+ : sum)
-        for (int i = 0; i < count; i++) sum += a[i] * b[i];
-        return sum;
-    }
-    // What a matrix product takes of x: x itself or, with --cpu-dtype bf16, the nearest number of that format.
-    real factor(real x) const { return gemm.bf16 ? round_to_bf16(x) : x; }
-
-    RopeTable<real> rope;
-    Workspace<real> partial_sums;
 };
 static_assert(is_engine<Cpu<float>> && is_engine<Cpu<double>>);

@@ -15,8 +15,8 @@
 //
 // Precision. Parameters and activations are bf16, or fp32 when compiled with -DPRECISION_FP32; attention is then
 // computed by the plain kernels. All arithmetic is in fp32; statistics, the gradients of parameters, the optimiser's
-// moments and its master copy of the parameters are fp32 in memory too. No atomics: each output has one owner and the
-// order of every sum is fixed by the shapes alone, so the same input gives the same bits.
+// moments and its master copy of the parameters are fp32 in memory too. No sum is atomic: each output has one owner and
+// the order of every sum is fixed by the shapes alone, so the same input gives the same bits.
 #pragma once
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800 && !defined(PRECISION_FP32)
 #error "the bf16 kernels need compute capability 8.0 (A100, RTX 30) or later; for older GPUs build with PRECISION=FP32"
@@ -997,17 +997,17 @@ __global__ void __launch_bounds__(NORMED_WARPS * 32, 8)
 // Compression. Scratch matrices are packed: row bg*count + i is block begin + i of (sequence, group) bg.
 //
 // Keys and values are computed together: (sequence, group) bg counts through the keys and goes on through the values.
-// Of phi's launches, which are short, there are half as many.
+// So phi takes half as many launches, which are short.
 //
 // A block of l tokens is `parts` = l/d chunks of d tokens, each of which is part of as many blocks. So fc1 [F, l*D] is
 // read as [F*parts, d*D], and one product gives what each chunk adds in every place that it can have in a block: column
 // f*parts + p of a chunk's row, for the block that begins p chunks earlier.
 
-// hidden [B, G, NC, F] = the sum of its chunks' columns + bias, activated [B*G*count, F] = silu(hidden). chunks [B*G *
-// (count + parts - 1), F*parts], from chunk `begin` on. One thread per element. `groups` (sequence, group)s have the
-// bias; those behind them have the one that is `next` elements further on.
+// hidden [2, B, G, NC, F] = the sum of its chunks' columns + bias, activated [2*B*G*count, F] = silu(hidden). chunks
+// [2*B*G * (count + parts - 1), F*parts], from chunk `begin` on. One thread per element. `groups` (sequence, group)s
+// have the bias of the keys; those of the values have the one that is `to_v` elements further on.
 __global__ void compress_activate_kernel(cuda_real* hidden, cuda_real* activated, const float* chunks,
-                                         const cuda_real* bias, size_t next, size_t groups, int rows, int count,
+                                         const cuda_real* bias, size_t to_v, size_t groups, int rows, int count,
                                          int begin, int NC, int F, int parts) {
     wait_for_earlier_kernels();
     const size_t i = thread_index();
@@ -1018,14 +1018,13 @@ __global__ void compress_activate_kernel(cuda_real* hidden, cuda_real* activated
     const float* part = chunks + ((row + bg * (parts - 1)) * F + f) * parts;
     float sum = 0;
     for (int p = 0; p < parts; p++) sum += part[size_t(p) * F * parts + p];
-    hidden[at] = cuda_real(sum + float(bias[bg < groups ? f : next + f]));
+    hidden[at] = cuda_real(sum + float(bias[bg < groups ? f : to_v + f]));
     const float h = float(hidden[at]);
     activated[i] = cuda_real(h * sigmoid(h));
 }
-// out [B, G, NC, D] = mean of the block's l tokens + sum, the keys rotated by the angles at the block's first token.
-// sum [B*G*count, D]; k [B, G, T, D], of which (sequence, group)s from B*G on are `next` elements further on; one
-// thread per pair.
-__global__ void compress_output_kernel(cuda_real* out, const float* sum, const cuda_real* k, size_t next, Rope rope,
+// out [2, B, G, NC, D] = mean of the block's l tokens + sum, the keys rotated by the angles at the block's first token.
+// sum [2*B*G*count, D]; k [B, G, T, D], whose values are `to_v` elements further on; one thread per pair.
+__global__ void compress_output_kernel(cuda_real* out, const float* sum, const cuda_real* k, size_t to_v, Rope rope,
                                        int rows, int count, int begin, int NC, NsaShape s) {
     wait_for_earlier_kernels();
     const int pairs = s.D / 2, groups = s.B * s.G;
@@ -1902,8 +1901,8 @@ __global__ void __launch_bounds__(SCORE_TOKENS * 32)
 // ---------------------------------------------------------------------------------------------------------------------
 // Launches: struct Cpu's functions, with device pointers and a stream.
 
-// What attention_forward and attention_backward need besides their arrays: scratch memory on the GPU, as many bytes as
-// attention_forward_bytes() or attention_backward_bytes() says, and a place for AUTO's choice.
+// What forward_on_tensor_cores and backward_on_tensor_cores need besides their arrays: scratch memory on the GPU, as
+// many bytes as attention_forward_bytes() or attention_backward_bytes() says, and a place for AUTO's choice.
 struct AttentionWorkspace {
     void* data = nullptr;
     SelectedChoice* choice = nullptr;
@@ -2041,9 +2040,9 @@ inline void check_shape(const NsaShape& s, AttentionPath asked = SelectedKernel:
     });
 }
 // out.o and out.lse of these branches, bits, of the shape; then out.attn of all branches, where it is given. A query
-// without a key: 0, and +infinity for lse, the natural logarithm of the softmax's denominator. What shapes there
-// are says check_attention_shape(). `path` says which kernels; where the selected branch's is AUTO, the workspace needs
-// a place for the choice.
+// without a key: 0, and +infinity for lse, the natural logarithm of the softmax's denominator.
+// check_attention_shape() says which shapes there are, `path` which kernels; where the selected branch's is AUTO, the
+// workspace needs a place for the choice.
 inline void forward_on_tensor_cores(const LayerOutputs<bf16, float>& out, const LayerInputs<bf16, float>& in,
                                     const NsaShape& s, ForwardOptions options, AttentionPath path,
                                     AttentionWorkspace workspace, cudaStream_t stream) {
@@ -2063,9 +2062,9 @@ inline void forward_on_tensor_cores(Branch branch, bf16* out, float* lse, const 
 }
 // Shapes and formulas as in Cpu::branches_backward, of these branches, bits. A query has chosen at most max(slc_count,
 // 3) blocks.
-inline void attention_backward(const LayerGradients<bf16, float>& d, const LayerInputs<bf16, float>& in,
-                               const kernels::Rope& rope, const NsaShape& s, unsigned branches, AttentionPath path,
-                               AttentionWorkspace workspace, cudaStream_t stream) {
+inline void backward_on_tensor_cores(const LayerGradients<bf16, float>& d, const LayerInputs<bf16, float>& in,
+                                     const kernels::Rope& rope, const NsaShape& s, unsigned branches,
+                                     AttentionPath path, AttentionWorkspace workspace, cudaStream_t stream) {
     check_attention_shape(branches, s);
     if (s.query_rows() == 0) return;
     with_head_dimension(
@@ -2410,8 +2409,8 @@ struct Cuda : CudaOptimiser {
     // Of these branches, bits.
     void backward_on_tensor_cores(unsigned branches, const LayerGradients<real, Stat>& d,
                                   const LayerInputs<real, Stat>& in, const NsaShape& s) {
-        ::attention_backward(d, in, d.dq ? kernels::Rope() : prepare_rope(s), s, branches, attention_path(),
-                             attention_workspace(attention_backward_bytes(s, attention_path())), stream);
+        ::backward_on_tensor_cores(d, in, d.dq ? kernels::Rope() : prepare_rope(s), s, branches, attention_path(),
+                                   attention_workspace(attention_backward_bytes(s, attention_path())), stream);
     }
 #endif
     // Of a branch, by the plain kernels.

@@ -197,13 +197,12 @@ struct Model {
     // is the guard, a copy of the loss: summed over the ranks it is NaN for all where one has NaN. Inference: params.
     real* params = nullptr;
     Grad* grads = nullptr;
-    // m and master are indexed by Piece::local, v by Piece::second. Without a master copy, master points to params.
+    // m and master are indexed by Piece::m_at, v by Piece::v_at. Without a master copy, master points to params.
     typename Dev::Master* master = nullptr;
     typename Dev::Stat *m = nullptr, *v = nullptr;
-    std::unique_ptr<Muon<Dev>> muon;  // --optimizer muon: what it updates has its momentum in m, and nothing in v
-    // The running step's sum of losses, and its sum of squared gradients.
-    static constexpr size_t RESULTS = 2;
-    typename Dev::Sum* results = nullptr;
+    std::unique_ptr<Muon<Dev>> muon;       // --optimizer muon: what it updates has its momentum in m, and nothing in v
+    enum { LOSSES, SQUARES, RESULTS };     // the running step's sum of losses, and its sum of squared gradients
+    typename Dev::Sum* results = nullptr;  // [RESULTS]
     // The sum of squared gradients of each chunk, then a guard. [step % 2] belongs to the running step, the other one
     // to the step before.
     typename Dev::Sum* squares[2] = {};
@@ -230,7 +229,7 @@ struct Model {
         allocate_zeros(grads, partition.elements);
         allocate_zeros(m, state_elements());
         allocate_zeros(v, StateElements(owned).v);
-        allocate_zeros(results, RESULTS);
+        allocate_zeros(results, size_t(RESULTS));
         for (auto*& s : squares) allocate_zeros(s, chunks() + 1);
         dw = table.point_into(grads, c);
         if (c.optimizer == "muon") muon = std::make_unique<Muon<Dev>>(dev, owned);
@@ -248,7 +247,7 @@ struct Model {
     bool has_partial_sums() const { return sharded && partition.matrices.empty(); }
     size_t chunks() const { return partition.elements / CHUNK; }
     typename Dev::Master* master_at(const Piece& p, size_t i) const {
-        return Dev::has_master ? master + p.local + (i - p.begin) : master + i;
+        return Dev::has_master ? master + p.m_at + (i - p.begin) : master + i;
     }
     void note_phase(const char* phase) const {
         if (watchdog) watchdog->note_phase(step, phase);
@@ -300,21 +299,21 @@ struct Model {
 // In inference the layers share all buffers but their keys and values, which are the caches of step-by-step decoding.
 // The caches hold T tokens, the shared buffers only the `queries` positions that are computed at once. In training
 // these are all T positions, and --recompute decides what each layer keeps:
-//   0  everything: what is costly and what is `cheap` to compute again (the outputs of the norms, SiLU, the gated sum)
-//   1  what is `costly`, not what is cheap
-//   2  only the layer's input and small statistics, which `training` always keeps
+//   0  everything, even what is `cheap` to compute again (the outputs of the norms, SiLU, the gated sum)
+//   1  what is `costly` to compute again
+//   2  only the layer's input, its gates and what it selected, which `training` always keeps
 // All layers share one buffer for what they do not keep. The backward pass computes it again, to the same bits.
-// The buffers of a layer. `cached`: what is costly, or a cache of decoding.
+// The sizes use the variables of place_buffers(). `cached`: what is costly, or a cache of decoding; `heads`: the same,
+// except that with --qk-norm a layer keeps its projection in their place.
 //   BUFFER(type, field, elements, does each layer keep its own, or do all use the first one's?, name)
-// The lists speak of the numbers that place_buffers() begins with.
 // The name gives the shape in training, where queries = T and N = B*queries. A layer of NSA has BRANCHES branches,
 // indexed by Branch, and HEAD_SLOTS keys and values, indexed by HeadSlot; others have only those of the window. So each
 // layer's own buffers are as large as its attention needs, and those that all share as large as any of them needs.
 // projected is the input projection, and in the backward pass its gradient.
 // clang-format off
 #define LAYER_BUFFERS(BUFFER)                                                                                      \
-    BUFFER(real,     kv,                kv_rows * 2 * D,    heads,            "keys and values (3, B, G, T, 2*D)") \
-    BUFFER(real,     compressed,        cmp_rows * 2 * D,   cached,           "compressed (B, G, NC, 2*D)")        \
+    BUFFER(real,     kv,                kv_rows * 2 * D,    heads,            "keys and values (6, B, G, T, D)")   \
+    BUFFER(real,     compressed,        cmp_rows * 2 * D,   cached,           "compressed (2, B, G, NC, D)")       \
     BUFFER(Stat,     gate,              gates,              training,         "gate (3, B, H, T)")                 \
     BUFFER(uint32_t, selection,         selections * words, training,         "selection (B, G, T, words)")        \
     BUFFER(Stat,     chosen_importance, selections,         training,         "chosen importance (B, G, T)")       \
@@ -349,9 +348,9 @@ struct Model {
     BUFFER(real,    dattn,       N * s.H * D,             training,                    "dattn (N, H*D)")              \
     BUFFER(real,    dmlp,        N * M,                   training,                    "dmlp (N, M)")                 \
     BUFFER(Stat,    dq,          N * s.H * D,             training && dev.wants_dq(s), "dq (B, H, T, D)")             \
-    BUFFER(real,    dkv,         kv_rows * 2 * D,         training,                    "dkv (3, B, G, T, 2*D)")       \
+    BUFFER(real,    dkv,         kv_rows * 2 * D,         training,                    "dkv (6, B, G, T, D)")         \
     BUFFER(Stat,    dgate,       gates,                   training,                    "dgate (3, B, H, T)")          \
-    BUFFER(real,    dcompressed, cmp_rows * 2 * D,        training,                    "dcompressed (B, G, NC, 2*D)") \
+    BUFFER(real,    dcompressed, cmp_rows * 2 * D,        training,                    "dcompressed (2, B, G, NC, D)") \
     BUFFER(Stat,    row_dot,     branch_rows,             training,                    "row_dot (3, B, H, T)")        \
     BUFFER(Stat,    lse_gated,   branch_rows,             training,                    "lse_gated (3, B, H, T)")
 // clang-format on
@@ -688,8 +687,8 @@ void backward(Model<Dev>& model, Activations<Dev>& a, const std::function<void(s
 // ---------------------------------------------------------------------------------------------------------------------
 // Update.
 
-// Leaves the squared global L2 norm of the summed gradients in model.results[1], without waiting for it. It is NaN if
-// the loss of any rank is not finite. Its bits depend only on the gradients, not on which rank owns which part.
+// Leaves the squared global L2 norm of the summed gradients in model.results[SQUARES], without waiting for it. It is
+// NaN if the loss of any rank is not finite. Its bits depend only on the gradients, not on which rank owns which part.
 template <class Dev>
 void gradient_norm(Model<Dev>& model, int64_t step, Reducer<Dev>* reducer = nullptr) {
     const ProfileRange range("gradient norm");
@@ -704,7 +703,7 @@ void gradient_norm(Model<Dev>& model, int64_t step, Reducer<Dev>* reducer = null
         reducer->complete(squares, model.chunks() + 1);
         model.dev.set_guard(guard, squares + model.chunks());
     }
-    model.dev.total_squares(model.results + 1, squares, model.chunks(), guard);
+    model.dev.total_squares(model.results + model.SQUARES, squares, model.chunks(), guard);
 }
 
 // One step of AdamW, and of Muon for the matrices that it updates, on the summed gradients, clipped to the norm that
@@ -718,12 +717,12 @@ void apply_update(Model<Dev>& model, int64_t step, double lr, Reducer<Dev>* redu
     h.decay = c.weight_decay;
     h.step = step;
     h.seed = uint64_t(c.seed);
-    h.squares = model.results + 1;
+    h.squares = model.results + model.SQUARES;
     h.grad_clip = c.grad_clip;
     for (size_t i = 0; i < model.owned.size(); i++) {
         const Piece& p = model.owned[i];
         h.offset = p.begin;
-        model.dev.adamw(model.params + p.begin, model.master_at(p, p.begin), model.m + p.local, model.v + p.second,
+        model.dev.adamw(model.params + p.begin, model.master_at(p, p.begin), model.m + p.m_at, model.v + p.v_at,
                         model.grads + p.begin, model.spans[i], h);
     }
     if (model.muon) model.muon->update(model.params, model.master, model.m, model.grads, h);
@@ -803,7 +802,8 @@ struct Decoder {
     Activations<Dev> a;
     int position = 0;  // where the next token that it reads will stand
 
-    // The first call of next() reads `prompted` tokens, and all calls together read `length`.
+    // The first call of next() reads up to `prompted` tokens, all calls together up to `length`; an error without
+    // memory.
     Decoder(Model<Dev>& m, int64_t prompted, int64_t length)
         : model(m), a(with_memory_for(m, prompted, length), m.config, 1, length, INFERENCE, prompted) {}
 
@@ -902,11 +902,10 @@ void with_engine(const Device& device, World& world, Use use) {
 // Steps.
 
 // Adds the losses of one micro-batch to model.results and its gradients to model.dw. inputs and targets are [B, T].
-// After the last micro-step of an optimiser step, the sum of its losses is complete. Without with_backward the caller
-// has to run backward().
+// After the last micro-step of an optimiser step, the sum of its losses is complete. ready: see backward().
 template <class Dev>
 void micro_step(Model<Dev>& model, Activations<Dev>& a, const int32_t* inputs, const int32_t* targets, bool last,
-                bool with_backward) {
+                const std::function<void(size_t)>& ready = nullptr) {
     Dev& dev = model.dev;
     const size_t tokens = size_t(a.shape.B) * size_t(a.shape.T);
     forward(model, a, inputs, 0, a.shape.T);
@@ -914,7 +913,7 @@ void micro_step(Model<Dev>& model, Activations<Dev>& a, const int32_t* inputs, c
     classify_rows(model, a, 1 / double(model.config.total_batch), true);  // the mean over all micro-batches
     dev.add_sum(model.results, a.losses, tokens);
     if (last) dev.set_guard(model.grads + model.table.total, model.results);
-    if (with_backward) backward(model, a);
+    backward(model, a, ready);
 }
 
 // Accumulates the gradients of an optimiser step over its micro-steps and sums them over the ranks. The sum begins
@@ -934,14 +933,14 @@ void accumulate_gradients(Model<Dev>& model, Activations<Dev>& a, DataLoader& lo
     Progress progress(format_text("step %d", model.step), double(micro_steps), world.rank == 0);
     model.dev.zero(model.results, model.RESULTS);
     model.dev.zero(model.grads, model.partition.elements);
+    const std::function<void(size_t)> ready = [&](size_t offset) { reducer->ready(offset); };
     for (int64_t i = 0; i < micro_steps; i++) {
         const bool last = i + 1 == micro_steps;
         const size_t at = size_t(i) * micro_tokens;
         a.collect_statistics = collect_statistics && last;
         progress.done = double(i);
         if (reducer) reducer->await_upload(model.step);
-        micro_step(model, a, inputs.data() + at, targets.data() + at, last, !(last && reducer));
-        if (last && reducer) backward(model, a, [&](size_t offset) { reducer->ready(offset); });
+        micro_step(model, a, inputs.data() + at, targets.data() + at, last, last && reducer ? ready : nullptr);
     }
     a.collect_statistics = false;
     if (tokens) *tokens = std::move(inputs);
@@ -1005,7 +1004,7 @@ struct Run {
     void validate() {
         const ProfileRange range = model.enter("evaluation");
         const auto asked = [this] { return asked_to_stop(); };
-        state.left_validation = true;
+        state.validation_interrupted = true;
         std::vector<EvalSums> choices;
         if (!config.hellaswag.empty()) {
             choices = evaluate_choices(model, data.choices, world, asked);
@@ -1019,7 +1018,7 @@ struct Run {
             if (losses.empty()) return;
             results.emplace_back(losses);
         }
-        state.left_validation = false;
+        state.validation_interrupted = false;
         if (!choices.empty()) printer.print_choices(state.step, data.choices.result(choices));
         for (size_t i = 0; i < results.size(); i++) {
             const EvalResult& r = results[i];
@@ -1082,14 +1081,14 @@ struct Run {
         model.note_phase(Dev::on_host ? "update" : "waiting for the GPU");
         if (reducer) reducer->await_results(model.step);
         const std::vector<double> results = dev.receive();
-        s.own_loss = results[0];
+        s.own_loss = results[model.LOSSES];
         const bool halt = is_first() && file_exists(config.out + "/halt");
         double sums[COUNT] = {s.own_loss, double(asked_to_terminate()), double(asked_to_interrupt()), double(halt)};
         model.note_phase("waiting for the other ranks");
         world.sum(sums, COUNT);
         model.note_phase("report");
         s.loss = sums[LOSS] / double(config.total_batch);
-        s.norm = std::sqrt(results[1]);
+        s.norm = std::sqrt(results[model.SQUARES]);
         if (!s.is_bad()) {
             s.loss_z = state.losses.z_score(s.loss);
             s.norm_z = state.norms.z_score(s.norm);
@@ -1208,7 +1207,7 @@ int train_run(Run<Dev>& run, const Config& c, const Machine& machine, bool memor
     }
     const int64_t first_step = run.state.step;
     run.printer.start(first_step);
-    const bool left = run.state.left_validation || (first_step == c.steps && !run.state.was_validated);
+    const bool left = run.state.validation_interrupted || (first_step == c.steps && !run.state.was_validated);
     if (first_step == 0 || left) run.validate();
     if (first_step > 0 && run.state.validation.step == first_step) run.save();  // its checkpoint says so from now on
     run.printer.start_clock();

@@ -87,7 +87,7 @@ struct HostOptimiser {
         if (std::isnan(clip)) return;
         const T beta1 = T(h.beta1), scale = T(clip);
         for (const MuonMatrix& matrix : b.matrices) {
-            T* const m = ms + matrix.local;
+            T* const m = ms + matrix.m_at;
             const T* const grad = grads + matrix.begin;
             T* const direction = directions;
             for_muon_elements(b, [=](size_t i, size_t j) {

@@ -15,7 +15,7 @@
 #include <string>
 
 #ifndef PRECISION_FP32
-#include "../base/random.h"
+#include "../base/random.h"  // HOST_DEVICE
 #include "attention_tiles.cuh"
 #endif
 #include "../model/shape.h"
@@ -402,7 +402,7 @@ __global__ void __launch_bounds__(GATHER_WARPS * 32, D > 64 ? 1 : 2)
 // dK and dV. First, for all keys, the lists of tokens; lists that are too long for one thread block are cut into
 // chunks.
 
-// All arrays are in the workspace of attention_backward.
+// All arrays are in the workspace of backward_on_tensor_cores.
 struct GatherPlan {
     uint32_t* choosers;  // [B*G, units, token_words]: which tokens chose the unit
     int* counts;         // [B*G, units]: how many did

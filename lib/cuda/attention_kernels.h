@@ -8,7 +8,7 @@
 #include "../base/text.h"
 #include "../model/shape.h"
 
-// What launches the selected branch. AUTO takes whichever costs less for the selection at hand, see
+// What computes the selected branch. AUTO takes whichever costs less for the selection at hand, see
 // measure_selections_kernel in attention_gathered.cuh.
 enum class SelectedKernel { AUTO, TILES, GATHER };
 

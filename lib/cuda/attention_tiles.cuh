@@ -12,7 +12,7 @@
 #include <initializer_list>
 #include <type_traits>
 
-#include "../base/random.h"
+#include "../base/random.h"  // HOST_DEVICE
 #include "../model/shape.h"
 #include "attention_kernels.h"
 #include "runtime.cuh"
@@ -101,7 +101,7 @@ struct Divisor {
     HOST_DEVICE int of(int i) const { return int(uint64_t(unsigned(i)) * reciprocal >> 31); }
 };
 
-// What kernels need to know of NsaShape. Index bg = b * G + g counts the groups of all sequences.
+// What the kernels on tensor cores need of NsaShape. Index bg = b * G + g counts the groups of all sequences.
 struct AttentionShape {
     int batch_groups, G, heads, H;  // B * G; groups; query heads of a group, of all groups
     Divisor by_heads, by_slc_tiles;

@@ -2,7 +2,7 @@
 // that launches them include this and nothing else of CUDA. Under nvcc (-x cu, sm_80 or later) it brings in the CUDA
 // runtime, cuBLASLt and, with -DUSE_NCCL, NCCL; under hipcc hip_common.h, for AMD's GPUs. For the tests, g++ finds
 // headers of the same names that run the same kernels on a CPU. All offer the same names: SHARED, DynamicShared,
-// launch<>, the PTX wrappers, CUDA_CHECK, CUBLAS_CHECK, NCCL_CHECK. PTX is written here and nowhere else.
+// launch<>, the PTX wrappers, CUDA_CHECK, CUBLAS_CHECK, NCCL_CHECK. PTX is written here and in wgmma.cuh.
 //
 // A kernel runs on both if it
 //   - begins with wait_for_earlier_kernels();

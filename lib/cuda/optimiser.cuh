@@ -191,7 +191,7 @@ __global__ void muon_momentum_kernel(float* direction, float* m, const float* gr
         direction[i] = 0;
         return;
     }
-    m += matrices[blockIdx.y].local;
+    m += matrices[blockIdx.y].m_at;
     const float g = grad[matrices[blockIdx.y].begin + i] * scale[0], m_new = h.beta1 * m[i] + (1 - h.beta1) * g;
     m[i] = m_new;
     direction[muon_index(i, rows, columns)] = h.beta1 * m_new + (1 - h.beta1) * g;
@@ -215,7 +215,7 @@ __global__ void muon_apply_kernel(cuda_real* params, float* masters, const cuda_
     const size_t i = thread_index();
     if (i >= rows * columns || factors[0] != factors[0]) return;
     const size_t place = matrices[blockIdx.y].begin + i;
-    float* const master = masters + matrices[blockIdx.y].local + i;
+    float* const master = masters + matrices[blockIdx.y].m_at + i;
     y += blockIdx.y * rows * columns;
     const float updated[1] = {*master * factors[1] - h.step_size * float(y[muon_index(i, rows, columns)])};
     store(master, updated);
@@ -270,8 +270,8 @@ struct CudaOptimiser : CudaRuntime {
         launch<kernels::set_guard_kernel<T>>(1, 32, 0, stream, guard, loss);
     }
     // AdamW (Loshchilov & Hutter 2019), decoupled decay, bias-corrected moments m, v. master is updated and rounded to
-    // param: in bf16 stochastically, by the random stream (RANDOM_ROUNDING, step) at h.offset + i, since rounding to
-    // the nearest bf16 would lose most updates.
+    // param: in bf16 stochastically, by the random stream (RANDOM_ROUNDING, step) at h.offset + i, so that weights with
+    // like masters do not all err to one side (dev/tour/12_rounding.md).
     void adamw(real* param, Master* master, Stat* m, Stat* v, const Grad* grad, const std::vector<AdamWSpan>& spans,
                const HyperAdamW& h) {
         if (spans.empty()) return;

@@ -96,7 +96,7 @@ class StreamClock {
     StreamClock& operator=(const StreamClock&) = delete;
 
     void begins(cudaStream_t stream) { CUDA_CHECK(cudaEventRecord(begin, stream)); }
-    void is_alone(cudaStream_t waiting) { CUDA_CHECK(cudaEventRecord(alone, waiting)); }
+    void waits(cudaStream_t waiting) { CUDA_CHECK(cudaEventRecord(alone, waiting)); }
     void ends(cudaStream_t stream) {
         CUDA_CHECK(cudaEventRecord(end, stream));
         used = true;

@@ -68,7 +68,7 @@ inline void add_span(std::vector<AdamWSpan>& spans, size_t begin, size_t end, bo
 // Matrices of one shape that Muon updates together.
 struct MuonMatrix {
     size_t begin;  // in params and grads
-    size_t local;  // in m and master
+    size_t m_at;   // in m and master
 };
 struct MuonBatch {
     int64_t rows, columns;
@@ -104,7 +104,7 @@ struct Answers<Dev, R(A...), Call, std::void_t<Call<Dev, A...>>>
 template <class Dev>
 struct Formats {
     NEEDS_TYPE(real);           // of parameters and activations: float, double or a 16-bit type
-    NEEDS_TYPE(Stat);           // of rstd, LSE, gates, losses and the gradient of q: float, or double if real is
+    NEEDS_TYPE(Stat);           // of rstd, LSE, gates, losses, the gradient of q, m and v: float, or double if real is
     NEEDS_TYPE(Grad);           // of the parameters' gradients: float; ranks exchange nothing else
     NEEDS_TYPE(Master);         // of what the optimiser updates
     NEEDS_TYPE(Sum);            // of sums over the batch or over all parameters: double or float

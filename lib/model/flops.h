@@ -8,7 +8,7 @@
 
 // FLOPs that the model needs for one token in training, counted as model FLOPs utilisation counts them (PaLM, arXiv
 // 2204.02311, appendix B): 6 for each weight of a matrix and row that it multiplies, 12 D for each pair of a query
-// and a key. Work done twice, scores, norms and the update do not count.
+// and a key. Work done twice, the choice of blocks, norms and the update do not count.
 // s: one sequence; specs: the model's tensors.
 inline double model_flops_per_token(const std::vector<TensorSpec>& specs, const NsaShape& s, int64_t layers) {
     double flops = 0;

@@ -85,13 +85,13 @@ class Muon {
     const std::vector<MuonBatch> batches;
     Grad* direction = nullptr;                         // [matrices, padded size]; a matrix is [n, width], n <= width
     real *y = nullptr, *next = nullptr;                // [matrices, n, width]
-    real *gram = nullptr, *square = nullptr;           // [matrices, n, n]
+    real *gram = nullptr, *polynomial = nullptr;       // [matrices, n, n]; polynomial: Q of orthogonalise()
     Sum *squares = nullptr, *norms_squared = nullptr;  // of the direction: of its chunks, [matrices]
 
     static std::vector<MuonBatch> batches_of(const std::vector<Piece>& owned) {
         std::map<std::pair<int64_t, int64_t>, std::vector<MuonMatrix>> by_shape;
         for (const Piece& p : owned)
-            if (p.rows) by_shape[{p.rows, p.columns}].push_back({p.begin, p.local});
+            if (p.rows) by_shape[{p.rows, p.columns}].push_back({p.begin, p.m_at});
         std::vector<MuonBatch> all;
         for (const auto& [shape, matrices] : by_shape)
             for (size_t i = 0; i < matrices.size(); i++) {
@@ -109,12 +109,12 @@ class Muon {
         y = dev.template allocate<real>(sizes.y);
         next = dev.template allocate<real>(sizes.y);
         gram = dev.template allocate<real>(sizes.square);
-        square = dev.template allocate<real>(sizes.square);
+        polynomial = dev.template allocate<real>(sizes.square);
         squares = dev.template allocate<Sum>(sizes.direction / CHUNK);
         norms_squared = dev.template allocate<Sum>(sizes.matrices);
     }
     ~Muon() {
-        for (void* p : std::initializer_list<void*>{direction, y, next, gram, square, squares, norms_squared})
+        for (void* p : std::initializer_list<void*>{direction, y, next, gram, polynomial, squares, norms_squared})
             dev.release(p);
     }
     Muon(const Muon&) = delete;
@@ -151,8 +151,8 @@ class Muon {
             const auto [a, b, c] = NEWTON_SCHULZ[step];
             const double before = newton_schulz_scale(step), after = newton_schulz_scale(step + 1);
             dev.muon_product(gram, y, y, true, nullptr, 0, count, n, n, width);
-            dev.muon_product(square, gram, gram, true, gram, b * before * before / c, count, n, n, n);
-            dev.muon_product(next, square, y, false, y, a * after / before, count, n, width, n);
+            dev.muon_product(polynomial, gram, gram, true, gram, b * before * before / c, count, n, n, n);
+            dev.muon_product(next, polynomial, y, false, y, a * after / before, count, n, width, n);
             std::swap(y, next);
         }
     }

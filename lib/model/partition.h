@@ -21,8 +21,8 @@ inline double newton_schulz_step_flops(int64_t rows, int64_t columns) {
 
 struct Piece {
     size_t begin, count;            // in the flat array
-    size_t local;                   // where its master copy and its m begin in this rank's arrays
-    size_t second = 0;              // where its v begins; a matrix of Muon has none
+    size_t m_at;                    // where its master copy and its m begin in this rank's arrays
+    size_t v_at = 0;                // where its v begins; a matrix of Muon has none
     int64_t rows = 0, columns = 0;  // of a matrix of Muon; else 0: AdamW updates every element by itself
 
     size_t end() const { return begin + count; }
@@ -35,8 +35,8 @@ inline std::vector<Piece> common(const std::vector<Piece>& owned, const std::vec
         for (const Piece& other : others) {
             const size_t first = std::max(p.begin, other.begin), last = std::min(p.end(), other.end());
             if (first < last)
-                all.push_back({first, last - first, p.local + (first - p.begin), p.second + (first - p.begin), p.rows,
-                               p.columns});
+                all.push_back(
+                    {first, last - first, p.m_at + (first - p.begin), p.v_at + (first - p.begin), p.rows, p.columns});
         }
     return all;
 }
@@ -91,7 +91,7 @@ struct Partition {
         for (size_t i = 0; i < matrices.size(); i++) {
             if (sharded && owners[i] != rank) continue;
             all.push_back(matrices[i]);
-            all.back().local = sharded ? state : matrices[i].begin;
+            all.back().m_at = sharded ? state : matrices[i].begin;
             state += matrices[i].count;
         }
         return all;

@@ -6,7 +6,7 @@
 #include <string>
 
 struct Schedule {
-    std::string kind;     // constant, cosine, linear or wsd
+    std::string kind;     // constant, cosine, linear or wsd (warm-up, stable, decay over the last fifth)
     double lr, lr_final;  // after the warm-up; at the last step, as a share of lr
     int64_t warmup, steps;
 };

@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "../base/random.h"
+#include "../base/random.h"  // HOST_DEVICE
 
 // The sizes of a matrix product: C [M, N] = A [M, K] B [K, N].
 struct GemmSize {

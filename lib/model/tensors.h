@@ -80,13 +80,13 @@ inline float initial_value(const TensorSpec& t, size_t index, size_t i, uint64_t
                            const std::string& way) {
     const bool random = way == "random", narrow = random || way == "narrow";
     const double normal = t.init == INIT_ONE && !random ? 0 : random_normal(seed, random_stream(RANDOM_INIT, index), i);
-    const double fan_in = 1 / std::sqrt(double(std::max<int64_t>(1, t.columns)));
+    const double deviation = 1 / std::sqrt(double(std::max<int64_t>(1, t.columns)));
     switch (t.init) {
         case INIT_ONE: return float(1 + (random ? 0.1 * normal : 0));
-        case INIT_ZERO: return float(random ? normal * (t.columns ? fan_in : 0.1) : 0);
+        case INIT_ZERO: return float(random ? normal * (t.columns ? deviation : 0.1) : 0);
         case INIT_ZERO_TWO: return float(i % 2 * 2.0 + (random ? 0.1 * normal : 0));  // in turn
-        case INIT_WEIGHT: return float(normal * (narrow && t.columns ? fan_in : 0.02));
-        case INIT_RESIDUAL: return float(normal * (narrow ? fan_in : 0.02 / std::sqrt(2.0 * double(layers))));
+        case INIT_WEIGHT: return float(normal * (narrow && t.columns ? deviation : 0.02));
+        case INIT_RESIDUAL: return float(normal * (narrow ? deviation : 0.02 / std::sqrt(2.0 * double(layers))));
         case INIT_PHI: return float(normal / std::sqrt(double(t.columns)));
     }
     return 0;

@@ -4,7 +4,7 @@
 //     SLC  the tokens up to t in the blocks selected for (t, group)
 //     WIN  the last w tokens, t included; all up to t in a layer of full attention
 #pragma once
-#include "../base/random.h"
+#include "../base/random.h"  // HOST_DEVICE
 #include "shape.h"
 
 struct KeyRange {

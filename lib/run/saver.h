@@ -66,7 +66,8 @@ class CheckpointSaver {
                      last_saved.empty() ? "none" : last_saved);
     }
 
-    // Called at the end of a run that has no other error. What cannot be removed, the next run in this folder removes.
+    // At the end of a run, also of one that failed; what goes wrong is in last_error. What cannot be removed, the next
+    // run in this folder removes.
     void save_last(int64_t step) {
         last_error = write(step, [](const std::string&) {});
     }

@@ -17,7 +17,7 @@ struct OutlierWindow {
     static constexpr size_t SIZE = 128;
     std::vector<double> values;  // oldest first
 
-    // Appends the value, then measures it against the window, itself included. NaN until the window is full.
+    // Appends the value, then measures it against the window, itself included. NaN for the first 128 values.
     double z_score(double value) {
         values.push_back(value);
         if (values.size() <= SIZE) return std::numeric_limits<double>::quiet_NaN();
@@ -43,11 +43,11 @@ struct TrainState {
     std::array<uint64_t, 4> loader = {};  // the data loader's four integers
     std::vector<std::string> shards;      // of a checkpoint: those it was trained on, with their paths
     OutlierWindow losses, norms;
-    Validation validation;         // the last; not resumed: it is of no later step
-    Validation first_validation;   // of the run, on the same data
-    double first_loss = NAN;       // of the run's first step on this data
-    bool was_validated = false;    // of a checkpoint: its weights were
-    bool left_validation = false;  // a validation of these weights was begun and not finished
+    Validation validation;                // the last; not resumed: it is of no later step
+    Validation first_validation;          // of the run, on the same data
+    double first_loss = NAN;              // of the run's first step on this data
+    bool was_validated = false;           // of a checkpoint: its weights were
+    bool validation_interrupted = false;  // a validation of these weights was begun and not finished
 };
 
 // The manifest's state; options: the run's own, as a JSON object; shards: those it trains on. Some JSON readers hold
@@ -69,7 +69,7 @@ inline std::string state_json(const TrainState& s, const std::string& options, i
     if (s.validation.step == s.step) add("validation", s.validation);  // see best_step
     if (s.first_validation.step >= 0) add("first_validation", s.first_validation);
     if (std::isfinite(s.first_loss)) text += format_text(",\n \"first_loss\": %.17g", s.first_loss);
-    if (s.left_validation) text += ",\n \"left_validation\": true";
+    if (s.validation_interrupted) text += ",\n \"left_validation\": true";
     return text + ",\n \"options\": " + options + "}";
 }
 
@@ -110,7 +110,7 @@ inline TrainState read_state(const Checkpoint& checkpoint) {
         state.first_validation = {0, first->number("loss", path), first->string("data", path)};
     if (checkpoint.state.find("first_loss")) state.first_loss = checkpoint.state.number("first_loss", path);
     state.was_validated = checkpoint.state.find("validation");
-    state.left_validation = checkpoint.state.find("left_validation");
+    state.validation_interrupted = checkpoint.state.find("left_validation");
     read_window(state.losses, checkpoint, "losses");
     read_window(state.norms, checkpoint, "norms");
     return state;

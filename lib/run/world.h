@@ -30,8 +30,8 @@ class Transport {
     void* communicator = nullptr;  // NCCL's, of all ranks, if it has one: an ncclComm_t
     virtual ~Transport() = default;
     // Bytes of a rank at a time; a multiple of 8.
-    size_t piece() const { return std::max(4096, (4 << 20) / size / 8 * 8); }
-    // all [size, bytes] = every rank's mine [bytes]. bytes: at most piece().
+    size_t most_bytes() const { return std::max(4096, (4 << 20) / size / 8 * 8); }
+    // all [size, bytes] = every rank's mine [bytes]. bytes: at most most_bytes().
     virtual void all_gather(const char* mine, char* all, size_t bytes) = 0;
     // After an error of this rank, whose process ends.
     virtual void abort(int) {}
@@ -64,9 +64,9 @@ struct World {
     template <class Take>
     void all_gather(const void* mine, size_t bytes, Take take) const {
         const Watchdog::Waiting waiting(watchdog);
-        std::vector<char> all(std::min(bytes, transport->piece()) * size_t(size));
-        for (size_t at = 0; at < bytes; at += transport->piece()) {
-            const size_t count = std::min(transport->piece(), bytes - at);
+        std::vector<char> all(std::min(bytes, transport->most_bytes()) * size_t(size));
+        for (size_t at = 0; at < bytes; at += transport->most_bytes()) {
+            const size_t count = std::min(transport->most_bytes(), bytes - at);
             transport->all_gather(static_cast<const char*>(mine) + at, all.data(), count);
             take(at, all.data(), count);
             watchdog.tick();

@@ -91,7 +91,7 @@ void add_moments(std::vector<TensorView>& views, const Model<Dev>& model, char m
         for (const TensorSpec& t : model.table.specs) {
             const auto [first, last] = overlap(t, t.size, p);
             if (first >= last || (moment == 'v' && t.orthogonal)) continue;
-            const size_t at = (moment == 'm' ? p.local : p.second) + (first - p.begin);
+            const size_t at = (moment == 'm' ? p.m_at : p.v_at) + (first - p.begin);
             const std::string name = format_text("%s.%s[%d:%d]", moment, t.name, first - t.offset, last - t.offset);
             views.push_back(
                 tensor_view(name, {int64_t(last - first)}, host_floats(model.dev, flat + at, last - first, buffers)));
@@ -148,7 +148,7 @@ void read_moments(Model<Dev>& model, const Checkpoint& checkpoint) {
                 const size_t from = std::max(piece.begin, p.begin);
                 const size_t to = std::min(piece.begin + piece.count, p.begin + p.count);
                 if (from >= to) continue;
-                auto* const to_array = piece.moment == 'm' ? model.m + p.local : model.v + p.second;
+                auto* const to_array = piece.moment == 'm' ? model.m + p.m_at : model.v + p.v_at;
                 model.dev.from_host(to_array + (from - p.begin), piece.values + (from - piece.begin), to - from);
             }
         }

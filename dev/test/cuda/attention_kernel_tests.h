@@ -236,7 +236,7 @@ struct BranchBackward {
         LayerGradients<bf16, float> d = {nullptr, dq.data, {}, {}, dgate.data, row_dot.data, lse_gated.data};
         LayerInputs<bf16, float> in = {q, {}, {}, selection, dout, o.data, gate.data, lse.data};
         d.dk[branch] = dk.data, d.dv[branch] = dv.data, in.k[branch] = k, in.v[branch] = v;
-        attention_backward(d, in, {}, s, 1u << branch, path, workspace, nullptr);
+        backward_on_tensor_cores(d, in, {}, s, 1u << branch, path, workspace, nullptr);
     }
     // The branch's part of what is found for all of them.
     template <class T>

@@ -108,7 +108,7 @@ struct TwoRanks {
         NCCL_CHECK(ncclCommInitRank(&communicator, 2, {}, 0));
         world.communicator = communicator;
         {  // the reducer's end waits for what it has launched, for which the communicator must still be there
-            NcclReducer reducer(dev, world, p, model.grads, {int(c.zero), c.grad_reduce == "bf16"});
+            NcclReducer reducer(dev, world, p, model.grads, {c.zero == 1, c.grad_reduce == "bf16"});
             const auto receive = [&](int step) {
                 while (!dev.has_results()) {
                 }
@@ -148,7 +148,7 @@ struct TwoRanks {
             dev.copy(found.data(), static_cast<const float*>(field), found.size());
             for (const Piece& piece : model.owned)
                 for (size_t i = piece.begin; i < std::min(piece.begin + piece.count, model.table.total); i++)
-                    same = same && found[piece.local + (i - piece.begin)] == (*whole)[i];
+                    same = same && found[piece.m_at + (i - piece.begin)] == (*whole)[i];
         }
         return same;
     }

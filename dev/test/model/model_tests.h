@@ -346,8 +346,8 @@ TEST(muon_matrices_are_shared_out) {
             for (const Piece& piece : owned) {
                 for (size_t i = 0; i < piece.count; i++) {
                     owners[piece.begin + i]++;
-                    local.at(piece.local + i)++;
-                    if (!piece.rows) second.at(piece.second + i)++;
+                    local.at(piece.m_at + i)++;
+                    if (!piece.rows) second.at(piece.v_at + i)++;
                 }
                 const double n = double(std::min(piece.rows, piece.columns)),
                              cost = n * n * double(2 * std::max(piece.rows, piece.columns)) + n * n * n;
