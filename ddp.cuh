@@ -40,7 +40,7 @@ inline std::string nccl_error(ncclComm_t communicator) {
 }
 
 // Returns when arrived() says so. A collective that fails does not end its stream's work, so errors are asked for
-// meanwhile. what: that it is the end of.
+// meanwhile. what: the beginning of their message.
 template <class Arrived>
 void await(ncclComm_t communicator, const std::string& what, Arrived arrived) {
     for (; !arrived(); usleep(20)) {

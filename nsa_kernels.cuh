@@ -389,8 +389,8 @@ __device__ inline void load_logits(float (&x)[W], const cuda_real* row, int v0, 
     for (int k = 0; k < W; k++) x[k] = v0 + k < V ? x[k] : -INFINITY;
 }
 
-// Two blocks, with 32 registers a thread, fill a multiprocessor. More rows at a time would not: of GPT-2's vocabulary
-// four on each of 132 are 53 MB, which an H100's L2 does not hold until they are read again.
+// Two blocks, with 32 registers a thread, fill a multiprocessor. More rows at a time would not stay in L2 until they
+// are read again: of GPT-2's vocabulary, four on each of an H100's 132 multiprocessors are 53 MB.
 constexpr int CLASSIFIER_THREADS = 1024;
 
 template <int W, bool KEEPS_ROW>
@@ -453,8 +453,8 @@ __global__ void __launch_bounds__(CLASSIFIER_THREADS)
 
 namespace plain {
 
-constexpr int WARPS =
-    4;  // of a block; the bounds ask for one block per multiprocessor, else ptxas spills to save registers
+// Of a block. The bounds ask for one block per multiprocessor, else ptxas spills to save registers.
+constexpr int WARPS = 4;
 
 // ---------------------------------------------------------------------------------------------------------------------
 // What the kernels share.
@@ -1562,6 +1562,7 @@ __device__ inline void compute_dq(const LayerGradients<bf16, float>& d, const La
             store_row(d.dprojected + r.token_row * options.columns + r.head * D, sums[m], i, s.scale, r.row >= 0);
         }
 }
+// Budget, as attention_forward_kernel has it:
 //     mma 154 / 307, ldmatrix 96 / 384, exponentials 64 / 64, instructions 114 / 182, L2 87 / 174
 template <int D, Multiplier by>
 __global__ void __launch_bounds__(MOST_TILE_THREADS<D, true, by>, TILE_BLOCKS<D, true, by>)
@@ -1670,7 +1671,7 @@ __device__ inline void compute_dkdv(bf16* dk, bf16* dv, float* partial, const bf
         }
     keys.store(dk, dv, sums, same_bg, s);
 }
-// Of 16 keys and 64 rows,
+// Budget of 16 keys and 64 rows:
 //     mma 205 / 410, ldmatrix 192 / 640, exponentials 64 / 64, instructions 129 / 223, L2 174 (selected 87) / 347
 template <Branch branch, int D, Multiplier by>
 __global__ void __launch_bounds__(dkdv_threads<D, dkdv_keys<branch, D, by>(), by>(),
@@ -1804,7 +1805,7 @@ __device__ inline void fold_importances(float* importances, const ScoreBuffers<D
 __device__ inline float* importances_of_block(float* importances, const AttentionShape& s) {
     return importances + size_t(blockIdx.x) * SCORE_TOKENS * importance_stride(s);
 }
-// importances of the tiles' tokens, unless these take all blocks
+// importances of the tiles' tokens, unless these take all blocks. Budget
 //     of 16 tokens and 32 compressed blocks of one head: mma 26 / 52, ldmatrix 16 / 32, exponentials 32 / 32
 template <int D>
 __global__ void __launch_bounds__(SCORE_THREADS)

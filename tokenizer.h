@@ -170,10 +170,10 @@ struct MergeScratch {
 // below 65536 and are stored as uint16_t, as in the shards.
 struct Tokenizer {
     bool is_bytes = false;
-    std::string source;                                 // the file or files it was read from
-    std::vector<std::string> tokens;                    // the bytes of each id
-    uint16_t end_of_text = 0;                           // the id that stands before every document
-    std::vector<std::pair<uint16_t, uint16_t>> merged;  // gpt2: what id 256 + i was merged from
+    std::string source;                                    // the file or files it was read from
+    std::vector<std::string> tokens;                       // the bytes of each id
+    uint16_t end_of_text = 0;                              // the id that stands before every document
+    std::vector<std::pair<uint16_t, uint16_t>> halves_of;  // gpt2: what id 256 + i was merged from
     PreTokenizer pre_tokenizer;
 
     // `bytes`: id = byte value. End-of-text is byte 0, which text does not contain; in data that does, a document seems
@@ -202,7 +202,7 @@ struct Tokenizer {
         std::vector<uint64_t>& heap = scratch.heap;
         const uint32_t count = uint32_t(n), none = NO_TOKEN;
         const auto later = std::greater<uint64_t>();
-        std::vector<std::vector<uint32_t>> places(is_long ? 256 + merged.size() : 0);  // of each rank
+        std::vector<std::vector<uint32_t>> places(is_long ? 256 + halves_of.size() : 0);  // of each rank
         parts.resize(n);
         heap.clear();
         for (uint32_t i = 0; i < count; i++) {
@@ -222,11 +222,11 @@ struct Tokenizer {
             heap.push_back(uint64_t(part.merged) << 32 | left);
             std::push_heap(heap.begin(), heap.end(), later);
         };
-        const auto merge = [&](uint32_t left, uint32_t merged) {
+        const auto merge = [&](uint32_t left, uint32_t id) {
             MergeScratch::Part& part = parts[left];
-            if (part.merged != merged) return;  // an old entry
+            if (part.merged != id) return;  // an old entry
             MergeScratch::Part& right = parts[part.next];
-            part.id = merged;
+            part.id = id;
             part.next = right.next;
             if (part.next != none) parts[part.next].previous = left;
             right.merged = none;  // so its entry is skipped
@@ -276,8 +276,8 @@ struct Tokenizer {
                     where(), halves.size(), json_quote(bytes));
             t.merges.insert(halves[0], halves[1], uint32_t(t.tokens.size()));
             t.tokens.push_back(bytes);
-            t.merged.push_back({halves[0], halves[1]});
-            return t.merged.back();
+            t.halves_of.push_back({halves[0], halves[1]});
+            return t.halves_of.back();
         };
         t.source = read_gpt2_vocabulary(folder, size_t(vocab_size), add_token);
         t.end_of_text = uint16_t(t.tokens.size());

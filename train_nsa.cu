@@ -4,7 +4,7 @@
 //   tensors   one list of the model's parameters: names, shapes, initialisation, weight decay
 //   model     parameters, gradients and moments; activations and their memory
 //   forward, backward, update, evaluate, sample
-//   engines   the one in use; the verbs that need the model beside the training follow it, from lib/verbs
+//   engines   the one in use; then lib/verbs: the other verbs, and a run's own samples, statistics and checkpoints
 //   steps     a micro-step, and the gradients of an optimiser step
 //   the run   what it does in a step and between steps, the training loop, its beginning and its end
 //   verbs, main
@@ -194,7 +194,8 @@ struct Model {
     std::vector<Piece> owned;                   // what it updates
     std::vector<std::vector<AdamWSpan>> spans;  // of each piece that it owns, for AdamW; none in matrices of Muon
     // Flat arrays of partition.elements: the tensors of the table, one more element, and padding. In grads that element
-    // is the guard, a copy of the loss: summed over the ranks it is NaN for all where one has NaN. Inference: params.
+    // is the guard, a copy of the loss: summed over the ranks it is NaN for all where one has NaN. Inference has params
+    // alone.
     real* params = nullptr;
     Grad* grads = nullptr;
     // m and master are indexed by Piece::m_at, v by Piece::v_at. Without a master copy, master points to params.
@@ -409,8 +410,8 @@ struct Activations {
                 {acts.compressed, h.kv[K_SLC], h.kv[K_WIN]},
                 {vc, h.kv[V_SLC], h.kv[V_WIN]},
                 acts.selection,
-                dattn,
-                acts.o,
+                dattn,   // dout
+                acts.o,  // and what follows: the forward pass's
                 s.full ? nullptr : acts.gate,
                 acts.lse};
     }
@@ -612,10 +613,10 @@ void backward_branches(Model<Dev>& model, Activations<Dev>& a, size_t i) {
     const size_t keys = s.cmp_rows() * s.D;
 
     // attn = sum of gate * branch, branch = softmax(q k^T / sqrt(D)) v
-    dev.branches_backward({acts.projected,
+    dev.branches_backward({acts.projected,  // dprojected
                            d.q,
-                           {a.dcompressed, d.kv[K_SLC], d.kv[K_WIN]},
-                           {a.dcompressed + keys, d.kv[V_SLC], d.kv[V_WIN]},
+                           {a.dcompressed, d.kv[K_SLC], d.kv[K_WIN]},         // dk
+                           {a.dcompressed + keys, d.kv[V_SLC], d.kv[V_WIN]},  // dv
                            a.dgate,
                            a.row_dot,
                            a.lse_gated},
@@ -652,7 +653,7 @@ void backward_layer(Model<Dev>& model, Activations<Dev>& a, size_t i) {
     dev.matmul_backward_weight(dw.o_proj, a.dx, acts.attn, N, HD, C);
     dev.matmul_backward_input(a.dattn, a.dx, w.o_proj, N, HD, C);
     backward_branches(model, a, i);
-    // heads = split(attn_normed [q; k; v; gate]^T)
+    // heads = split(attn_normed [q; k; v; gate]^T); projected becomes its own gradient
     dev.split_heads_backward(acts.projected, dw.head_gains, a.head_gradients(s), w.head_gains, s);
     dev.matmul_backward_weight(dw.in_proj, acts.projected, acts.attn_normed, N, C, P);
     dev.matmul_backward_input(a.dnormed, acts.projected, w.in_proj, N, C, P);
@@ -971,7 +972,7 @@ struct Run {
     CheckpointSaver saver;
     std::vector<StepResult> pending;  // the engine has them, and they are not yet printed
     Stop stop = GO_ON;
-    // To read them, the host has to wait for the GPU.
+    // Reading them makes the host wait for the GPU.
     static constexpr int64_t steps_between_statistics = Dev::on_host ? 1 : 50;
     static constexpr int64_t max_bad_steps = 3;  // in a row
 
@@ -1000,7 +1001,7 @@ struct Run {
         return stop != GO_ON;
     }
 
-    // A signal ends it at once and leaves nothing of it; the resume begins it again.
+    // Measures the loss, prints it and notes it. A signal ends it without a result; the resume begins it again.
     void validate() {
         const ProfileRange range = model.enter("evaluation");
         const auto asked = [this] { return asked_to_stop(); };
@@ -1126,9 +1127,9 @@ struct Run {
 
     // If all ranks fail between two steps, what they have learnt must not be lost. Returns what the error says of it.
     std::string save_despite_error() {
-        while (!pending.empty()) error_of([&] { finish_step(); });  // to learn which of them changed the weights
+        while (!pending.empty()) error_of([&] { finish_step(); });     // to learn which of them changed the weights
         if (state.last_update > saver.last_saved_step()) save_last();
-        if (!is_first()) world.barrier();  // rank 0 ends the program on all ranks
+        if (!is_first()) world.barrier();                              // rank 0 ends the program on all ranks
         return saver.describe_last();
     }
 

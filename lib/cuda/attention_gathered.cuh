@@ -605,8 +605,9 @@ __global__ void __launch_bounds__(256) add_chunks_kernel(bf16* dk, bf16* dv, Gat
 //                    likewise
 //   gathered rows    forward: Q 32, K and V 256, sums in and out 128; dQ: Q and dout 64, K, V, K 384, sums 128
 // An H100 agreed where D = 64: at 4096 and 8192 tokens gathered rows took 1.0 to 1.5 times what these counts say, and
-// were faster where they should be. Where D = 128 they took 1.4 to 2.0 times that, hence the factor. Then no warp could
-// pass over a tile, since rows went head by head. Now masked tiles cost less; no GPU has said how much.
+// were faster where they should be. Where D = 128 they took 1.4 to 2.0 times that, hence the factor. When that was
+// measured no warp could pass over a tile, since rows went head by head. Now masked tiles cost less; no GPU has said
+// how much.
 constexpr float GATHERED_128 = 2;
 // Beside masked tiles on warpgroups. At 4 x 8192, where the counts say 0.55 to 0.62, an H200 took 1049 + 1527 us for
 // gathered rows, forward and dQ, and 1076 + 1280 us for a prototype of these tiles: 1.09.
@@ -735,7 +736,7 @@ inline SelectedKernel resolve_selected(AttentionPath asked, const NsaShape& s, b
 // The same of dQ, whose gathered rows are multiplied by mma.sync.
 template <int D>
 inline SelectedKernel resolve_dq(AttentionPath asked, const NsaShape& s) {
-    return resolve_selected<D>(asked.selected, s);
+    return resolve_selected<D>({asked.selected, false}, s);
 }
 
 template <int D>

@@ -424,8 +424,7 @@ __device__ inline TileView look_at_tile(int key_tile, int first_end, unsigned en
     for (int m = 0; m < M; m++)
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const int token =
-                row_byte(ends, m, i);  // true in the selected branch, where a token's end is its place + 1
+            const int token = row_byte(ends, m, i);  // for SLC: there a token's end is its place + 1
             const bool query = token != NO_QUERY;
             const unsigned chosen = branch == SLC && query ? chosen_blocks(selected, token, blocks, s) : 0;
             view.blocks |= chosen << (m * 16 + i * 8);

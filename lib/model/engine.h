@@ -45,8 +45,8 @@ struct HyperAdamWOf {
     double lr = 0, beta1 = 0.9, beta2 = 0.95, eps = 1e-8, decay = 0;
     int64_t step = 0;   // 1-based, for the bias corrections
     uint64_t seed = 0;  // of stochastic rounding, where param is narrower than its master
-    size_t offset =
-        0;  // of the first element in the flat array of all parameters, which says what random bits it takes
+    // Of the first element in the flat array of all parameters, which says what random bits it takes.
+    size_t offset = 0;
     // The sum of the squares of the whole gradient, in the engine's memory. If given, the gradient is clipped to the L2
     // norm grad_clip (0: it is not), and nothing is updated when the norm is not finite.
     const Sum* squares = nullptr;

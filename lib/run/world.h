@@ -79,7 +79,7 @@ struct World {
         : launcher(launch.launcher), has_mpi(launch.by_mpi) {
         std::unique_ptr<TimeLimit> limit;
         if (launch.by_mpi || launch.size > 1) {
-            // later than NCCL's rendezvous, which says more, and not all at once
+            // later than NCCL's rendezvous gives up, whose message says more; ranks 0.3 s apart
             const double seconds = start_timeout + (has_mpi ? 0 : 15) + 0.3 * std::min(10, rank_in_environment());
             limit = std::make_unique<TimeLimit>(
                 seconds, format_text("rank %d on %s has waited %.0f s for the other ranks to start: has one ended or "
