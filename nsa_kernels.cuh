@@ -1032,7 +1032,7 @@ __global__ void compress_output_kernel(cuda_real* out, const float* sum, const c
     if (index >= size_t(rows) * pairs) return;
     const int row = int(index / pairs), bg = row / count;
     const int x = int(index % pairs), block = begin + row % count;
-    const cuda_real* tokens = k + (bg < groups ? 0 : next) + (size_t(bg % groups) * s.T + size_t(block) * s.d) * s.D;
+    const cuda_real* tokens = k + (bg < groups ? 0 : to_v) + (size_t(bg % groups) * s.T + size_t(block) * s.d) * s.D;
     float low[1] = {0}, high[1] = {0};
     for (int i = 0; i < s.l; i++) {
         low[0] += float(tokens[size_t(i) * s.D + x]);
@@ -1081,9 +1081,9 @@ __global__ void compress_dchunks_kernel(cuda_real* dchunks, cuda_real* activated
     }
 }
 // dk [B, G, T, D] = sum (the gradient through fc1) + a token's share in the means of the blocks that hold it;
-// (sequence, group)s from B*G on are `next` elements further on. D is a multiple of WIDE, since the products before
+// (sequence, group)s from B*G on are `to_v` elements further on. D is a multiple of WIDE, since the products before
 // this want it so.
-__global__ void __launch_bounds__(256) compress_dk_kernel(cuda_real* dk, size_t next, const float* sum,
+__global__ void __launch_bounds__(256) compress_dk_kernel(cuda_real* dk, size_t to_v, const float* sum,
                                                           const cuda_real* dout, size_t rows, int NC, NsaShape s) {
     wait_for_earlier_kernels();
     constexpr int W = WIDE;
@@ -1091,7 +1091,7 @@ __global__ void __launch_bounds__(256) compress_dk_kernel(cuda_real* dk, size_t 
     if (row >= rows) return;
     // fewer than 2^32 rows, as in RowPlace
     const int bg = int(unsigned(row) / unsigned(s.T)), t = int(unsigned(row) % unsigned(s.T)), groups = s.B * s.G;
-    cuda_real* const to = dk + (bg < groups ? 0 : next) + (size_t(bg % groups) * s.T + t) * s.D;
+    cuda_real* const to = dk + (bg < groups ? 0 : to_v) + (size_t(bg % groups) * s.T + t) * s.D;
     const int first = t < s.l ? 0 : (t - s.l) / s.d + 1, end = min(NC, t / s.d + 1);
     const float share = 1.0f / s.l;  // exact where l is a power of two
     for (int x = threadIdx.x % ROW_LANES * W; x < s.D; x += ROW_LANES * W) {

@@ -114,7 +114,7 @@ inline RunStart open_run(const Config& c, const Machine& machine, const TensorLi
 inline void keep_vocabulary(const Tokenizer* tokenizer, const std::string& out) {
     const std::string folder = out + "/" + VOCABULARY_OF_RUN;
     if (tokenizer && !tokenizer->is_bytes && !file_exists(folder))
-        write_vocabulary(folder, tokenizer->tokens, tokenizer->merged);
+        write_vocabulary(folder, tokenizer->tokens, tokenizer->halves_of);
 }
 
 // On rank 0, when the folder is there and the weights are: opens the logs and writes the run's first lines into them.

@@ -94,13 +94,13 @@ inline TextFiles tokenizer_files(const Tokenizer& t, int64_t longest) {
     if (t.is_bytes) return bytes_tokenizer_files(longest);
     const ByteAlphabet alphabet;
     std::string merges;
-    for (const auto& [left, right] : t.merged)
+    for (const auto& [left, right] : t.halves_of)
         merges += (merges.empty() ? "" : ", ") +
                   json_quote(alphabet.written(t.tokens[left]) + " " + alphabet.written(t.tokens[right]));
     const std::string ids = ids_json(t.tokens);
     return {
         {"vocab.json", ids},
-        {"merges.txt", merges_text(t.tokens, t.merged)},
+        {"merges.txt", merges_text(t.tokens, t.halves_of)},
         {TOKENIZER_JSON, tokenizer_json(ids.substr(0, ids.size() - 1), merges, t.tokens.back(), t.end_of_text, true)},
         {"tokenizer_config.json", tokenizer_config_json("GPT2Tokenizer", t.tokens.back(), longest)},
     };
@@ -228,7 +228,7 @@ inline void import_checkpoint(Config c) {
     const std::string writing = begin_checkpoint(to, 0), vocabulary = to + "/" + VOCABULARY_OF_RUN;
     std::vector<FileRecord> records;
     try {
-        if (tokenizer) write_vocabulary(c.vocab_dir = vocabulary, tokenizer->tokens, tokenizer->merged);
+        if (tokenizer) write_vocabulary(c.vocab_dir = vocabulary, tokenizer->tokens, tokenizer->halves_of);
         records.push_back(write_safetensors(writing + "/model.safetensors", {{"format", "pt"}}, tensors));
         records.push_back(write_text_file(writing + "/config.json", config_json(c)));
         commit_checkpoint(to, 0, records, "{\"imported\": true, \"options\": " + manifest_json(c) + "}");

@@ -1,5 +1,5 @@
 // cuda_model_tests.h: of the whole model on struct Cuda what engine_model_tests.h does not ask of every engine: the
-// shapes of the presets, long decoding, and what a profiler sees.
+// shapes of the presets, long decoding, kernels that start early, and what a profiler sees.
 #pragma once
 #include "../model/engine_model_tests.h"
 
@@ -18,6 +18,28 @@ TEST_LONG(cuda_model_decoding_is_the_forward_pass_up_to_600_tokens) {
     for (int way = 0; way < CudaEngine::WAYS; way++)
         check_decoding_to<CudaEngine>(
             600, "--layers 2 --cmp-block 8 --cmp-stride 4 --slc-block 16 --slc-count 4 --window 128 ", way);
+}
+// Where a kernel, ours or a library's, began on what another had not finished, the gradients' bits would differ.
+TEST(cuda_kernels_that_start_early_change_no_bits) {
+    Config c = engine_config("--batch 2");
+    c.seq_len = CudaEngine::FAST ? 1024 : 64, c.total_batch = 4 * c.seq_len;
+    Cuda dev(0, size_t(1) << 20);
+    Model<Cuda> model(dev, c, true);
+    Activations<Cuda> a(dev, c, 2, c.seq_len, TRAINING);
+    model.initialise();
+    const World world;
+    DataLoader data({synthetic_source(1, 60000, 0)}, loader_options(c, world, "--data", true));
+    const auto gradients = [&](bool early) {
+        kernels_start_early = early;
+        data.rewind();
+        accumulate_gradients(model, a, data, world, false);
+        std::vector<float> all(model.table.total);
+        dev.to_host(all.data(), model.grads, all.size());
+        kernels_start_early = true;
+        return all;
+    };
+    const std::vector<float> in_turn = gradients(false);
+    for (int i = 0; i < (CudaEngine::FAST ? 20 : 1); i++) CHECK(gradients(true) == in_turn);
 }
 
 #ifdef CUDA_ON_CPU
