@@ -17,8 +17,6 @@
 
 EMBED_FILE(report_page, "lib/report/html/report.html")
 
-static const char TIME_FORMAT[] = "%Y-%m-%d %H:%M UTC";
-
 // ---------------------------------------------------------------------------------------------------------------------
 // The numbers of the runs.
 
@@ -124,23 +122,13 @@ static Json series_json(const LogSeries& series) {
     return points;
 }
 
-static Json start_json(const LogStart& start) {
-    Json all = {{"step", {start.at.step, "%.0f"}},
-                {"tokens", {start.at.tokens, "%.0f"}},
-                {"time", utc_text(TIME_FORMAT, start.time)}};
-    for (const char* name : {"version", "ranks", "device"}) {
-        const Json* const x = start.facts.find(name);
-        const bool is_number = x && x->kind == Json::Number;
-        all.add(name, is_number ? format_text("%.10g", x->number_value) : x ? x->text : "unknown");
-    }
-    return all;
-}
+static Json step_json(const LogPoint& p) { return Json::numbers({p.step, p.tokens}, "%.0f"); }
 
 static std::string run_json(const RunHistory& run, const std::vector<std::string>& values, bool alone) {
     Json options(Json::Object), starts(Json::Array), skipped(Json::Array), numbers(Json::Object);
     for (const auto& [name, value] : run.options) options.add(name, value);
-    for (const LogStart& start : run.starts) starts.items.push_back(start_json(start));
-    for (const LogPoint& p : run.skipped) skipped.items.push_back(Json::numbers({p.step, p.tokens}, "%.0f"));
+    for (const LogStart& start : run.starts) starts.items.push_back(step_json(start.at));
+    for (const LogPoint& p : run.skipped) skipped.items.push_back(step_json(p));
     for (const auto& [name, series] : run.numbers)  // of several runs the layers are not drawn
         if (alone || name.find("/layer_") == std::string::npos) numbers.add(name, series_json(series));
     Json all = {{"folder", run.folder},
@@ -156,23 +144,17 @@ static std::string run_json(const RunHistory& run, const std::vector<std::string
     return all.add("numbers", std::move(numbers)).to_text(Json::COMPACT);
 }
 
-// While one of the runs goes on, the page asks to be read again.
 std::string make_report_page(const std::vector<RunHistory>& runs, double now) {
     const std::vector<ReportRow> rows = list_numbers(runs, now);
     const std::set<std::string> sets = find_other_sets(runs);
     std::vector<std::string> names, of_runs;
-    bool done = true;
     for (const ReportRow& row : rows) names.push_back(row.first);
     for (size_t r = 0; r < runs.size(); r++) {
         std::vector<std::string> values;
         for (const ReportRow& row : rows) values.push_back(row.second[r]);
         of_runs.push_back(run_json(runs[r], values, runs.size() == 1));
-        done = done && is_finished(runs[r]);
     }
-    std::string page(file_report_page, file_report_page_end);
-    const std::string refresh = "<meta http-equiv=\"refresh\" content=\"30\">\n";
-    if (done) page.erase(page.find(refresh), refresh.size());
-    std::string about = "Report of " + utc_text(TIME_FORMAT, now) + ".";
+    std::string about = "Report of " + utc_text("%Y-%m-%d %H:%M UTC", now) + ".";
     if (const RunHistory& run = runs[0]; runs.size() == 1 && !run.options.empty())
         about = format_text("%s preset, %s attention, %s vocabulary, sequences of %s, %s tokens a step. %s",
                             run.option("model"), run.option("attention"), run.option("tokenizer"),
@@ -181,7 +163,7 @@ std::string make_report_page(const std::vector<RunHistory>& runs, double now) {
     // Each run is written as it is read: as values the numbers of many runs would take much memory.
     std::string json = head.to_text(Json::COMPACT);
     json.replace(json.size() - 1, 1, ",\"runs\":[" + joined_words(of_runs, ",\n") + "]}\n");
-    return fill_page(page, json);
+    return fill_page({file_report_page, file_report_page_end}, json);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

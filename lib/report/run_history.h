@@ -23,8 +23,7 @@ using LogSeries = std::vector<LogPoint>;
 // The program was started on this run, at its beginning or for a resume.
 struct LogStart {
     LogPoint at;
-    double time;  // since 1970
-    Json facts;   // version, device, ranks, parameters, vocab_size, flops_per_token, peak_flops
+    Json facts;  // ranks, parameters, vocab_size, flops_per_token, peak_flops
 };
 
 struct RunHistory {
@@ -138,7 +137,7 @@ inline void add_log_line(RunHistory& run, const Json& line, const std::string& p
     run.last_step = std::max(run.last_step, int64_t(step));
     LogPoint point = {step, seen, run.hours, 0};
     if (!tokens && !run.series("tokens").empty()) point.tokens = run.series("tokens").back().value;
-    if (start) run.starts.push_back({point, time, *start});
+    if (start) run.starts.push_back({point, *start});
     if (const Json* sample = line.find("sample")) {
         run.sample = sample->string(path);
         run.sample_step = int64_t(step);
