@@ -1026,7 +1026,6 @@ struct Run {
             if (i == 0) {
                 const unsigned long long corpus = data.val[0].loader->state().corpus, tokens = r.tokens;
                 state.validation = {state.step, r.loss, format_text("%016x, %d tokens", corpus, tokens)};
-                if (state.first_validation.data != state.validation.data) state.first_validation = state.validation;
             }
             printer.print_validation(state.step, data.val[i].name, i == 0, r);
         }
@@ -1106,7 +1105,6 @@ struct Run {
         world.watchdog.step_done(s.step, seconds, s.loss);
         if (is_first()) printer.print_step(s, seconds, double(dev.peak_bytes) / (1 << 20), stop != GO_ON);
         if (s.is_bad()) return count_bad_step(s);
-        if (std::isnan(state.first_loss)) state.first_loss = s.loss;
         state.bad_steps = 0;
         state.last_update = s.step;
     }
@@ -1178,7 +1176,6 @@ void begin_run(Run<Dev>& run, const Config& c, const Machine& machine, bool memo
     run.saver.last_saved = start.checkpoint.folder;
     if (!start.checkpoint.folder.empty()) {
         run.state = load_checkpoint(model, start.checkpoint);
-        if (!run.data.train->has_same_corpus(loader_state(run.state.loader))) run.state.first_loss = NAN;
     } else if (start.weights) read_parameters(model, *start.weights);
     else model.initialise();
     if (!run.is_first() || !c.dump_state.empty()) return;

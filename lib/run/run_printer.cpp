@@ -187,22 +187,6 @@ void RunPrinter::print_reductions(const ReduceTimes& times) {
               std::min(times.exposed, times.total) * 1e3 / double(times.steps));
 }
 
-// Warns if a run ends worse than it began. Losses of single steps differ by chance, so the last few count together.
-static void warn_of_rise(const TrainState& state) {
-    const bool is_validated = state.validation.step > state.first_validation.step;
-    const std::vector<double>& losses = state.losses.values;
-    const auto few = losses.end() - std::min<std::ptrdiff_t>(8, std::ptrdiff_t(losses.size()));
-    const double mean = std::accumulate(few, losses.end(), 0.0) / double(losses.end() - few);
-    const double first = is_validated ? state.first_validation.loss : state.first_loss,
-                 last = is_validated ? state.validation.loss : mean;
-    // Training losses are each of another batch, so of these only a doubling counts, and near 0 not even that.
-    if (last > (is_validated ? 1.02 * first : 2 * first + 0.1))
-        complain(
-            "the %s loss rose from %.4f to %.4f: the model is worse than where this run began; "
-            "lower --lr, or look at the data",
-            is_validated ? "validation" : "training", first, last);
-}
-
 void RunPrinter::print_end(Stop stop, const TrainState& state, const TrainConfig& c, const CheckpointSaver& saver,
                            bool has_vocabulary) const {
     const std::string &save_error = saver.last_error, &last_saved = saver.last_saved;
@@ -213,7 +197,6 @@ void RunPrinter::print_end(Stop stop, const TrainState& state, const TrainConfig
             "the last checkpoint could not be written: %s; what was learnt since %s is lost; mend that and run "
             "again%s",
             save_error, last_saved.empty() ? "the start" : last_saved, last_saved.empty() ? "" : " with --resume");
-    warn_of_rise(state);
     if (stop != GO_ON)  // such a run is to be resumed, and its exit status says so
         return print("stopped by %s after step %d of %d; %s\n",
                      stop == HALTED        ? "the halt file"

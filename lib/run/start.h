@@ -90,13 +90,7 @@ inline RunStart open_run(const Config& c, const Machine& machine, const TensorLi
     if (says) print_run(c, machine, table, partition, data, weights);
     if (resumes) {
         require_same_model(c, chosen.folder, "resume");
-        const TrainState state = read_state(chosen);
-        resume_data(*data.train, c, state, says);
-        const Json* const validated = chosen.state.find("validation");
-        if (says && validated && !data.val.empty() &&
-            validated->string("data", chosen.path)
-                .compare(0, 16, format_text("%016x", data.val[0].loader->state().corpus)))
-            print("resume: validation is on other data than the checkpoint's: losses cannot be compared\n");
+        resume_data(*data.train, c, read_state(chosen), says);
     } else if (!c.init_from.empty()) {
         start.weights = open_initial_weights(c, table.specs, world);
     }

@@ -44,8 +44,6 @@ struct TrainState {
     std::vector<std::string> shards;      // of a checkpoint: those it was trained on, with their paths
     OutlierWindow losses, norms;
     Validation validation;                // the last; not resumed: it is of no later step
-    Validation first_validation;          // of the run, on the same data
-    double first_loss = NAN;              // of the run's first step on this data
     bool was_validated = false;           // of a checkpoint: its weights were
     bool validation_interrupted = false;  // a validation of these weights was begun and not finished
 };
@@ -62,13 +60,9 @@ inline std::string state_json(const TrainState& s, const std::string& options, i
     for (size_t i = 0; i < shards.size(); i++) text += (i ? ",\n  " : "") + json_quote(shards[i], true);
     text += "],\n \"losses\": " + Json::numbers(s.losses.values, "%.17g").to_text() +
             ",\n \"norms\": " + Json::numbers(s.norms.values, "%.17g").to_text();
-    const auto add = [&](const char* name, const Validation& v) {
-        const Json json = {{"loss", {v.loss, "%.17g"}}, {"data", v.data}};
-        if (std::isfinite(v.loss)) text += std::string(",\n \"") + name + "\": " + json.to_text();
-    };
-    if (s.validation.step == s.step) add("validation", s.validation);  // see best_step
-    if (s.first_validation.step >= 0) add("first_validation", s.first_validation);
-    if (std::isfinite(s.first_loss)) text += format_text(",\n \"first_loss\": %.17g", s.first_loss);
+    const Validation& v = s.validation;
+    if (v.step == s.step && std::isfinite(v.loss))  // see best_step
+        text += ",\n \"validation\": " + Json{{"loss", {v.loss, "%.17g"}}, {"data", v.data}}.to_text();
     if (s.validation_interrupted) text += ",\n \"left_validation\": true";
     return text + ",\n \"options\": " + options + "}";
 }
@@ -106,9 +100,6 @@ inline TrainState read_state(const Checkpoint& checkpoint) {
     state.tokens = uint64_t(checkpoint.state.integer("tokens", path));
     for (const Json& name : checkpoint.state.array("shards", path))
         state.shards.push_back(name.string(path + ": shards"));
-    if (const Json* const first = checkpoint.state.find("first_validation"))
-        state.first_validation = {0, first->number("loss", path), first->string("data", path)};
-    if (checkpoint.state.find("first_loss")) state.first_loss = checkpoint.state.number("first_loss", path);
     state.was_validated = checkpoint.state.find("validation");
     state.validation_interrupted = checkpoint.state.find("left_validation");
     read_window(state.losses, checkpoint, "losses");

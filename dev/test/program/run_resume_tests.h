@@ -74,19 +74,6 @@ PROGRAM_TEST(run_resumed_bare_is_the_run) {
                 "the learning rate of step 5 is 5.00e-03, by the earlier options 1.00e-02"));
 }
 
-// Other shards under the same names train on only if they are told to, and validate with a word.
-PROGRAM_TEST(resume_says_that_validation_has_changed) {
-    write_small_corpus(folder, "train.bin", 1), write_small_corpus(folder, "val.bin", 2);
-    REQUIRE_GOOD(run("small --data=@/train.bin --val-data=@/val.bin"));
-    const auto is_said = [&](uint64_t seed, const std::string& steps) {
-        write_small_corpus(folder, "val.bin", seed);
-        return holds(printed("--resume @/run --steps " + steps), "resume: validation is on other data");
-    };
-    CHECK(!is_said(2, "3"));
-    CHECK(is_said(3, "4"));
-    CHECK(!is_said(3, "5"));
-}
-
 // dev/reference.py, in fp64, repeats a step of either optimiser from one checkpoint to the next, and notices one that
 // is not the next.
 PROGRAM_TEST_LONG(pytorch_repeats_an_update) {
@@ -194,22 +181,6 @@ PROGRAM_TEST(run_resumed_behind_its_end_leaves_run_json) {
     CHECK(std::remove(json.c_str()) == 0);
     REQUIRE_GOOD(run("--resume @/run --steps=1"));
     CHECK(!file_exists(json));
-}
-
-// A loss that ends above where the run began, before all resumes, is said: of validation or else of training.
-PROGRAM_TEST(run_says_that_it_ends_worse_than_it_began) {
-    write_small_corpus(folder, "a.bin", 1), write_small_corpus(folder, "b.bin", 2);
-    for (const std::string val : {"", "@/b.bin"}) {
-        const auto said = [&](const std::string& more) {
-            const Result r = run("small --schedule=constant --data=@/a.bin --val-data=" + val + " " + more);
-            CHECK_EQUAL(r.status, 0);
-            return r.err.substr(0, r.err.find(" to "));
-        };
-        const std::string rose = said("--out=@/worse --lr=10 --steps=24");
-        CHECK(holds(rose, std::string(val.empty() ? "training" : "validation") + " loss rose from "));
-        CHECK_EQUAL(said("--out=@/worse --lr=0.001 --steps=28 --resume=on"), rose);
-        CHECK_EQUAL(said("--out=@/good --steps=24"), "");
-    }
 }
 
 // Names with escape sequences do not reach a terminal, whoever prints them. $ is the odd folder.
