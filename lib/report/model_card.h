@@ -1,8 +1,7 @@
-// model_card.h: the README.md of an exported model: what it is, what it was trained on and how to load it. Used by
+// model_card.h: the README.md of an exported model: what it is, how long it was trained and how to load it. Used by
 // export.h.
 #pragma once
 #include <filesystem>
-#include <numeric>
 #include <string>
 
 #include "../base/files.h"
@@ -10,35 +9,18 @@
 #include "../run/build_info.h"
 #include "../run/checkpoint.h"
 #include "../run/config_files.h"
-#include "../data/data_sets.h"
 #include "../run/options.h"
 #include "../run/train_state.h"
 
-// What a checkpoint's manifest says of its training, an item a line; the data by the names of its files, not by their
-// folders. "" for weights alone, and for those that import wrote.
+// What a checkpoint's manifest says of its training. "" for weights alone, and for those that import wrote.
 static std::string describe_training(const Checkpoint& checkpoint) {
     const std::string& path = checkpoint.path;
     if (path.empty() || checkpoint.state.find("imported")) return "";
     const TrainState state = read_state(checkpoint);
-    const Json& options = checkpoint.state.get("options", path);
-    std::string data, loss, begun;
-    for (const std::string& set : set_texts(options.string("data", path)))
-        data += (data.empty() ? "`" : ", `") + printable(name_of(set)) + "`";
-    const LoaderState loader = loader_state(state.loader);  // of these data alone
-    if (const uint64_t before = state.tokens - loader.next_sample * loader.seq_len)
-        data += format_text(" since token %d, other data before (--allow-new-data)", before);
-    const std::string from = options.string("init_from", path);
-    const bool is_one = parse_step(name_of(from)) >= 0;  // of a run's checkpoints
-    if (!from.empty())
-        begun = "- began with the weights of `" + printable(name_of(is_one ? folder_of(from) : from)) + "`\n";
-    const std::vector<double>& losses = state.losses.values;
-    if (!losses.empty())
-        loss = format_text("; loss of the last %s %.4f nats a token", counted(int64_t(losses.size()), "step"),
-                           std::accumulate(losses.begin(), losses.end(), 0.0) / double(losses.size()));
+    std::string loss;
     if (const Json* const validation = checkpoint.state.find("validation"))
-        loss += format_text("; validation loss %.4f", validation->number("loss", path));
-    return begun + format_text("- data: %s\n- training: %s, %d tokens%s\n", data, counted(state.step, "step"),
-                               state.tokens, loss);
+        loss = format_text("; validation loss %.4f nats a token", validation->number("loss", path));
+    return format_text("- training: %s, %d tokens%s\n", counted(state.step, "step"), state.tokens, loss);
 }
 
 // c: the options of the model; folder: where the export goes, whose real name is the model's.

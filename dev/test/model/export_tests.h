@@ -150,38 +150,28 @@ PROGRAM_TEST(import_of_an_export_is_the_run) {
     CHECK(weights_of(file("back2"), 0) == weights_of(out, 3));
 }
 
-// The model card: numbers that the run printed, the data's names, and no folder of this machine.
+// The model card: numbers that the run printed, and no folder of this machine.
 PROGRAM_TEST(export_writes_a_model_card) {
-    for (const char* name : {"train.bin", "more.bin", "val.bin"}) write_small_corpus(folder, name, uint64_t(name[0]));
-    const std::string small = "small --data=@/train.bin:3,@/more.bin --val-data=@/val.bin --eval-every=3 ";
-    REQUIRE_GOOD(run(small));
-    REQUIRE_GOOD(run(small + "--resume=on --steps=3 --total-batch=256"));
+    REQUIRE_GOOD(run("small --eval-every=3"));
+    REQUIRE_GOOD(run("small --eval-every=3 --resume=on --steps=3 --total-batch=256"));
     CHECK(symlink("real", file("link").c_str()) == 0);
     make_folders(file("real"));
     REQUIRE_GOOD(run("export --from @/run --out @/link/./"));
     const std::string card = read_file(file("real/README.md"));
-    const std::vector<double> losses = logged(out, "loss");
-    const double mean = (losses[0] + losses[1] + losses[2]) / 3;
     size_t parameters = 0;
     for (const TensorView& t : SafeTensors(file("real/model.safetensors")).tensors) parameters += size_t(t.elements());
     for (const std::string& text :
          Words{"\n# real\n", "from_pretrained(\"real\")", "from_pretrained(\"real\", ", "Native Sparse Attention",
                "No licence is stated", format_text("- %d parameters", parameters),
-               "- tokenizer: bytes, 256 tokens; sequences of 64\n", "- data: `train.bin:3`, `more.bin`\n",
-               format_text(
-                   "- training: 3 steps, 512 tokens; loss of the last 3 steps %.4f nats a token; validation loss %.4f",
-                   mean, logged(out, "val_loss").back())})
+               "- tokenizer: bytes, 256 tokens; sequences of 64\n",
+               format_text("- training: 3 steps, 512 tokens; validation loss %.4f nats a token\n",
+                           logged(out, "val_loss").back())})
         if (!holds(card, text)) check_failed(__FILE__, __LINE__, "no '%s' in %s", text, card);
     CHECK(!holds(card, folder.path));
-    REQUIRE_GOOD(run("--resume @/run --steps=4 --allow-new-data --data @/more.bin"));
-    REQUIRE_GOOD(run("export --from @/run --out @/new"));
-    CHECK(holds(read_file(file("new/README.md")), "- data: `more.bin` since token 512, other data before"));
     const std::string odd = file("a\n\xe9<b>");
-    REQUIRE_GOOD(run("small --out=@/later --init-from=@/run/step_00000003/ --steps=1"));
-    REQUIRE_GOOD(run({"export", "--from=@/later", "--out", odd}));
+    REQUIRE_GOOD(run({"export", "--from=@/run", "--out", odd}));
     // The folder also as Python writes it.
-    CHECK(holds(read_file(odd + "/README.md"), "\n# a\\x0a\\xe9<b>\n", "from_pretrained(\"a\\n\\udce9<b>\")",
-                "- began with the weights of `run`\n"));
+    CHECK(holds(read_file(odd + "/README.md"), "\n# a\\x0a\\xe9<b>\n", "from_pretrained(\"a\\n\\udce9<b>\")"));
 }
 
 PROGRAM_TEST(export_and_import_refuse_in_one_line) {
