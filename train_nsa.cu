@@ -1089,10 +1089,6 @@ struct Run {
         model.note_phase("report");
         s.loss = sums[LOSS] / double(config.total_batch);
         s.norm = std::sqrt(results[model.SQUARES]);
-        if (!s.is_bad()) {
-            s.loss_z = state.losses.z_score(s.loss);
-            s.norm_z = state.norms.z_score(s.norm);
-        }
         if (world.size == 1) stop_without_reader();
         if (stop == GO_ON) stop = stop_of(sums[INTERRUPT] > 0, sums[TERMINATE] > 0, sums[HALT] > 0);
     }

@@ -121,7 +121,7 @@ bool RunLog::add_event(const Json& record) {
     for_each_number(record, [&](std::string name, double x) {
         if (validation) name = "val/" + (name.compare(0, 8, "val_loss") ? name : name.substr(4));
         else if (name.find('/') == std::string::npos) name = "train/" + name;
-        if (std::isfinite(x) || (name != "train/loss_z" && name != "train/norm_z")) scalars.emplace_back(name, x);
+        scalars.emplace_back(name, x);
     });
     return scalars.empty() || events->add(record.number("time", ""), record.integer("step", ""), scalars);
 }

@@ -103,7 +103,6 @@ struct RunLog {
   private:
     bool warned = false;
 
-    // The z-scores of the first 128 steps are not known yet; whatever else is not finite is shown as such.
     bool add_event(const Json& record);
 
     void write(FILE* file, const std::string& line, const Json* record = nullptr);

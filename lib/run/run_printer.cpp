@@ -102,8 +102,6 @@ void RunPrinter::print_step(const StepResult& s, double seconds, double peak_gpu
     record.add({{"loss", {s.loss, "%.6f"}},
                 {"lr", {s.lr, "%.6e"}},
                 {"grad_norm", {s.norm, "%.6f"}},
-                {"loss_z", {s.loss_z, "%.3f"}},
-                {"norm_z", {s.norm_z, "%.3f"}},
                 {"skipped", s.is_bad()},
                 {"ms", {seconds * 1e3, "%.2f"}},
                 {"tokens_per_s", {speed.back(), "%.1f"}},

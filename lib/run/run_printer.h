@@ -50,7 +50,7 @@ struct StepResult {
     uint64_t all_tokens = 0;      // that the run has been given by then
     std::vector<int32_t> tokens;  // [samples of this rank, T]
     double own_loss = 0;          // this rank's sum of losses
-    double loss = 0, norm = 0, loss_z = 0, norm_z = 0;
+    double loss = 0, norm = 0;
 
     bool is_bad() const { return !std::isfinite(loss) || !std::isfinite(norm); }
 };

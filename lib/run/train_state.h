@@ -4,30 +4,11 @@
 #include <array>
 #include <cmath>
 #include <cstdlib>
-#include <limits>
 #include <string>
 #include <vector>
 
 #include "checkpoint.h"
 #include "../base/json.h"
-
-// The last 128 values of something that should move slowly. Its z-score says how many standard deviations a value lies
-// above their mean; llm.c reports the same.
-struct OutlierWindow {
-    static constexpr size_t SIZE = 128;
-    std::vector<double> values;  // oldest first
-
-    // Appends the value, then measures it against the window, itself included. NaN for the first 128 values.
-    double z_score(double value) {
-        values.push_back(value);
-        if (values.size() <= SIZE) return std::numeric_limits<double>::quiet_NaN();
-        values.erase(values.begin());
-        double mean = 0, variance = 0;
-        for (double v : values) mean += v / double(SIZE);
-        for (double v : values) variance += (v - mean) * (v - mean) / double(SIZE);
-        return variance > 0 ? (value - mean) / std::sqrt(variance) : 0;
-    }
-};
 
 struct Validation {
     int64_t step = -1;  // whose weights were validated; -1: none yet
@@ -42,7 +23,6 @@ struct TrainState {
     int64_t bad_steps = 0;                // steps in a row, up to now, whose loss or gradient was not finite
     std::array<uint64_t, 4> loader = {};  // the data loader's four integers
     std::vector<std::string> shards;      // of a checkpoint: those it was trained on, with their paths
-    OutlierWindow losses, norms;
     Validation validation;                // the last; not resumed: it is of no later step
     bool was_validated = false;           // of a checkpoint: its weights were
     bool validation_interrupted = false;  // a validation of these weights was begun and not finished
@@ -58,8 +38,7 @@ inline std::string state_json(const TrainState& s, const std::string& options, i
     for (size_t i = 0; i < s.loader.size(); i++) text += format_text("%s\"%d\"", i ? ", " : "", s.loader[i]);
     text += "],\n \"shards\": [";
     for (size_t i = 0; i < shards.size(); i++) text += (i ? ",\n  " : "") + json_quote(shards[i], true);
-    text += "],\n \"losses\": " + Json::numbers(s.losses.values, "%.17g").to_text() +
-            ",\n \"norms\": " + Json::numbers(s.norms.values, "%.17g").to_text();
+    text += "]";
     const Validation& v = s.validation;
     if (v.step == s.step && std::isfinite(v.loss))  // see best_step
         text += ",\n \"validation\": " + Json{{"loss", {v.loss, "%.17g"}}, {"data", v.data}}.to_text();
@@ -74,14 +53,6 @@ inline uint64_t read_loader_integer(const std::string& text, const std::string& 
     if (text.empty() || text[0] < '0' || text[0] > '9' || *end || errno)
         fail("%s: loader[%d] is %s, expected an integer", path, i, json_quote(text));
     return value;
-}
-
-inline void read_window(OutlierWindow& window, const Checkpoint& checkpoint, const char* name) {
-    const std::string& path = checkpoint.path;
-    for (const Json& value : checkpoint.state.array(name, path))
-        window.values.push_back(value.number(path + ": " + name));
-    if (window.values.size() > OutlierWindow::SIZE)
-        fail("%s: %s has %d values, expected at most %d", path, name, window.values.size(), OutlierWindow::SIZE);
 }
 
 inline TrainState read_state(const Checkpoint& checkpoint) {
@@ -102,7 +73,5 @@ inline TrainState read_state(const Checkpoint& checkpoint) {
         state.shards.push_back(name.string(path + ": shards"));
     state.was_validated = checkpoint.state.find("validation");
     state.validation_interrupted = checkpoint.state.find("left_validation");
-    read_window(state.losses, checkpoint, "losses");
-    read_window(state.norms, checkpoint, "norms");
     return state;
 }

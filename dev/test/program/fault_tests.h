@@ -345,23 +345,3 @@ PROGRAM_TEST(bad_numbers_end_the_run_with_the_batch_on_disk) {
         for (size_t t = 0; t < 64; t++) CHECK_EQUAL(rows[i].items[t].integer_value, int64_t(inputs[(4 + i) * 64 + t]));
     }
 }
-
-// z-scores against their definition: the window is the last 128 values, the judged one included; NaN before it is full.
-TEST(bad_numbers_outlier_window) {
-    OutlierWindow window;
-    std::vector<double> values;
-    for (int i = 0; i < 300; i++) {
-        const double value = i == 250 ? 9.0 : random_uniform(1, random_stream(RANDOM_TEST, 9), uint64_t(i));
-        values.push_back(value);
-        const double z = window.z_score(value);
-        if (i < 128) {
-            CHECK(std::isnan(z));
-            continue;
-        }
-        double sum = 0, squares = 0;
-        for (size_t j = values.size() - 128; j < values.size(); j++) sum += values[j], squares += values[j] * values[j];
-        const double mean = sum / 128, deviation = std::sqrt(squares / 128 - mean * mean);
-        CHECK_NEAR(z, (value - mean) / deviation, 1e-9);
-        CHECK_EQUAL(z > 5, i == 250);
-    }
-}

@@ -62,8 +62,6 @@ PROGRAM_TEST(run_damaged_checkpoints_are_named) {
                         {"bad_steps", "1.5", "bad_steps"},
                         {"loader", "[\"1337\", \"64\", \"4194304\"]", "loader"},
                         {"loader", "7", "loader"},
-                        {"losses", "7", "losses"},
-                        {"norms", "[\"x\"]", "norms"},
                         {"loader", "[\"x\", \"64\", \"4194304\", \"4\"]", "loader[0]"},
                         {"loader", "[\"1337\", \"-64\", \"4194304\", \"4\"]", "loader[1]"},
                         {"loader", "[\"1337\", \"64\", \"4194304\", \"99999999999999999999\"]", "loader[3]"},
