@@ -1,6 +1,5 @@
 // embed.h: files of the source tree within the program; the assembler copies them in. Paths are from the folder of the
-// Makefile, which names these files as what the program depends on. Used by export.h, inspect.h and
-// build_info.h.
+// Makefile, which names these files as what the program depends on. Used by export.h, inspect.h and report.cpp.
 #pragma once
 
 #if defined(__CUDA_ARCH__) || defined(__HIP_DEVICE_COMPILE__)

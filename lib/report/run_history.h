@@ -23,7 +23,7 @@ using LogSeries = std::vector<LogPoint>;
 // The program was started on this run, at its beginning or for a resume.
 struct LogStart {
     LogPoint at;
-    Json facts;  // ranks, parameters, vocab_size, flops_per_token, peak_flops
+    Json facts;  // start_record(), parameters, vocab_size, flops_per_token, peak_flops
 };
 
 struct RunHistory {

@@ -6,7 +6,6 @@
 #include <string>
 #include <vector>
 
-#include "../base/embed.h"
 #include "../base/text.h"
 #include "machine.h"
 #ifdef USE_MPI
@@ -14,12 +13,8 @@
 #endif
 
 // The Makefile gives PROGRAM_VERSION to the program alone, so that tests need not be built again at each commit.
-#ifdef PROGRAM_VERSION
-EMBED_FILE(command, QUOTED_VALUE(BUILD_FOLDER) "/command")  // in which the Makefile keeps how it compiles
-inline std::string compiler_flags() { return {file_command, std::find(file_command, file_command_end, '\n')}; }
-#else
+#ifndef PROGRAM_VERSION
 #define PROGRAM_VERSION unknown
-inline std::string compiler_flags() { return "unknown"; }
 #endif
 inline const char* version_text() { return QUOTED_VALUE(PROGRAM_VERSION); }
 
@@ -51,6 +46,4 @@ inline std::string mpi_name() {
 }
 
 // engine: the one for devices.
-inline Build this_build(const EngineInfo& engine) {
-    return {version_text(), compiler_name(), compiler_flags(), mpi_name(), engine};
-}
+inline Build this_build(const EngineInfo& engine) { return {version_text(), compiler_name(), mpi_name(), engine}; }

@@ -241,7 +241,7 @@ void read_options_file(Config& c, bool prints) {
     for (size_t i = 0; i < file.keys.size(); i++) {
         std::string name = file.keys[i];
         std::replace(name.begin(), name.end(), '_', '-');
-        if (of_run && (name == "program" || name == "starts" || file.items[i].kind == Json::Object)) continue;
+        if (of_run && (name == "program" || file.items[i].kind == Json::Object)) continue;
         const Option* const o = find_option(name);
         if (of_run && o && is_of_no_layer(*o, of_file)) continue;
         if (!o || !(o->verbs & TRAIN)) fail_unknown_option(name, TRAIN, path + ": ");

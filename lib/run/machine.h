@@ -1,31 +1,25 @@
 // machine.h: what a start of the program runs on: its build, the ranks, the device and engine of this one. It is found
-// out once, by with_engine() in train_nsa.cu; --version, `check`, a run's first lines, log.jsonl and run.json say it.
+// out once, by with_engine() in train_nsa.cu; --version, `check`, a run's first lines and log.jsonl say it.
 #pragma once
 #include <algorithm>
 #include <cstdlib>
-#include <cstring>
 #include <filesystem>
 #include <fstream>
-#include <map>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include <sys/utsname.h>
-#include <unistd.h>
 
 #include "device.h"
 #include "../base/files.h"
 #include "../base/json.h"
 #include "../base/system.h"
 #include "../base/text.h"
-#include "../base/clock.h"
 #include "world.h"
 
-extern char** environ;
-
 struct Build {
-    std::string version, compiler, flags;
+    std::string version, compiler;
     std::string mpi;    // the name and version of the MPI library; "": none
     EngineInfo engine;  // the one for devices
 };
@@ -66,24 +60,8 @@ inline std::string processor_name() {
     return at == std::string::npos ? "unknown" : line.substr(at + 2);
 }
 
-// The environment variables that change how a run goes.
-inline Json variables() {
-    std::map<std::string, std::string> found;
-    for (char** e = environ; *e; e++) {
-        const std::string variable = *e;
-        const size_t equals = std::min(variable.find('='), variable.size());
-        for (const char* beginning :
-             {"OMP_", "GOMP_", "KMP_", "NCCL_", "CUDA_", "MPICH_", "UCX_", "FI_", "SLURM_JOB_ID", "SLURM_NNODES"})
-            if (variable.compare(0, std::strlen(beginning), beginning) == 0)
-                found.emplace(variable.substr(0, equals), variable.substr(std::min(equals + 1, variable.size())));
-    }
-    Json all(Json::Object);
-    for (const auto& [name, value] : found) all.add(name, value);
-    return all;
-}
-
-// The record of this start, of which run.json keeps one for each start and resume. step: from which the run goes on.
-inline std::string start_json(const Machine& machine, int64_t step) {
+// What log.jsonl says of this start of the program.
+inline Json start_record(const Machine& machine) {
     const World& world = machine.world;
     const std::string driver = system_line("/proc/driver/nvidia/version", "NVIDIA");
     struct utsname system = {};
@@ -95,27 +73,17 @@ inline std::string start_json(const Machine& machine, int64_t step) {
     if (!machine.build.mpi.empty()) versions.add("MPI", machine.build.mpi);
     for (const auto& [name, version] : machine.libraries)
         if (!version.empty()) versions.add(name, version);
-    for (const std::string& word : command_words()) command.items.emplace_back(word, true);  // paths may have any bytes
-    // git describe and whether the tree had changes, of a version like 0.2.0-1234567-dirty.
-    const std::string &version = machine.build.version, clean = version.substr(0, version.rfind("-dirty"));
-    const size_t dash = clean.find('-');
-    return Json{{"time", utc_text("%Y-%m-%dT%H:%M:%SZ", unix_time())},
-                {"step", step},
-                {"version", version},
-                {"git", dash == std::string::npos ? Json() : Json(clean.substr(dash + 1))},
-                {"dirty", clean != version},
-                {"compiler", machine.build.compiler},
-                {"flags", machine.build.flags},
-                {"libraries", versions},
-                {"engine", machine.engine},
-                {"processor", processor_name()},
-                {"driver", driver.empty() ? Json() : Json(driver)},
-                {"system", std::string(system.sysname) + " " + system.release + " " + system.machine},
-                {"ranks", world.size},
-                {"launcher", world.launcher},
-                {"hosts", hosts},
-                {"variables", variables()},
-                {"folder", Json(std::filesystem::current_path(error).string(), true)},
-                {"command", command}}
-        .to_text();
+    for (const std::string& word : command_words()) command.items.emplace_back(word);
+    return {{"version", machine.build.version},
+            {"compiler", machine.build.compiler},
+            {"libraries", versions},
+            {"device", machine.engine},
+            {"processor", processor_name()},
+            {"driver", driver.empty() ? Json() : Json(driver)},
+            {"system", std::string(system.sysname) + " " + system.release + " " + system.machine},
+            {"ranks", world.size},
+            {"launcher", world.launcher},
+            {"hosts", hosts},
+            {"folder", std::filesystem::current_path(error).string()},
+            {"command", command}};
 }

@@ -63,21 +63,7 @@ static std::string move_run_aside(const std::string& out, const std::vector<std:
                        has_checkpoint ? "; --resume would have continued it" : ", it has no checkpoint");
 }
 
-// run.json: the options, and a record of each start of the program on this run. earlier: the run.json up to now, or "".
-static std::string run_json_with_start(const std::string& options, const std::string& earlier, const std::string& path,
-                                       const std::string& start) {
-    std::string starts;
-    try {
-        const Json root = earlier.empty() ? Json() : parse_own_json(earlier, path);
-        if (const Json* const list = root.find("starts"))
-            for (const Json& one : list->array(path + ": starts")) starts += one.to_text() + ",\n  ";
-    } catch (const Error& e) {
-        complain("%s; the records of earlier starts are lost", e.what());
-    }
-    return options.substr(0, options.rfind('}')) + ",\n \"starts\": [\n  " + starts + start + "\n ]}\n";
-}
-
-void prepare_run_folder(const std::string& out, bool resuming, const std::string& options, const std::string& start) {
+void prepare_run_folder(const std::string& out, bool resuming, const std::string& options) {
     make_folders(out);
     lock_run_folder(out);
     std::vector<std::string> earlier;
@@ -90,8 +76,9 @@ void prepare_run_folder(const std::string& out, bool resuming, const std::string
     print("out:    %s%s\n", printable(out), printable(note));
     clean_leftovers(out);
     if (options.empty()) return;
-    const std::string path = out + "/run.json", before = file_exists(path) ? read_file(path) : "";
-    replace_text_file(path, run_json_with_start(options, before, path, start));
+    // The time, which no copy of the folder on another host has, is for require_shared_folder().
+    const std::string start = Json{{"time", {unix_time(), "%.3f"}}}.to_text();
+    replace_text_file(out + "/run.json", options.substr(0, options.rfind('}')) + ",\n \"start\": " + start + "}\n");
 }
 
 void remove_halt_file(const std::string& out) {

@@ -17,6 +17,7 @@
 #include <unistd.h>
 
 #include "checkpoint.h"
+#include "../base/clock.h"
 #include "../base/json.h"
 #include "../model/shape.h"
 #include "tensorboard.h"
@@ -38,7 +39,7 @@ constexpr const char* VOCABULARY_OF_RUN = "vocabulary";  // a folder with its co
 // A folder for the run, with its run.json. An earlier run's files are never overwritten: without --resume they move
 // into a folder beside it. A file that this program did not write stays, and is refused if it is in the way. options
 // "": a resume that has no step to do, whose options must not become the run's.
-void prepare_run_folder(const std::string& out, bool resuming, const std::string& options, const std::string& start);
+void prepare_run_folder(const std::string& out, bool resuming, const std::string& options);
 
 void remove_halt_file(const std::string& out);
 

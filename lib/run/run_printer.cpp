@@ -77,10 +77,11 @@ void RunPrinter::log_start(const TrainState& state, const Machine& machine, int6
     tokens = state.tokens;
     flops_per_token = flops;
     peak_flops = machine.peak_flops;
-    const Json start = {
-        {"version", machine.build.version},  {"device", machine.engine}, {"ranks", ranks},
-        {"parameters", parameters},          {"vocab_size", vocab_size}, {"flops_per_token", {flops, "%.0f"}},
-        {"peak_flops", {peak_flops, "%.6g"}}};
+    Json start = start_record(machine);
+    start.add({{"parameters", parameters},
+               {"vocab_size", vocab_size},
+               {"flops_per_token", {flops, "%.0f"}},
+               {"peak_flops", {peak_flops, "%.6g"}}});
     log->add_record(begin_record(state.step).add({{"tokens", tokens}, {"start", start}}));
 }
 

@@ -94,9 +94,8 @@ inline RunStart open_run(const Config& c, const Machine& machine, const TensorLi
     } else if (!c.init_from.empty()) {
         start.weights = open_initial_weights(c, table.specs, world);
     }
-    const std::string record = start_json(machine, chosen.step);
     const bool has_steps = !resumes || chosen.step < c.steps;
-    if (says && writes) prepare_run_folder(c.out, resumes, has_steps ? manifest_json(c) : "", record);
+    if (says && writes) prepare_run_folder(c.out, resumes, has_steps ? manifest_json(c) : "");
     world.barrier();
     if (writes) require_shared_folder(world, c.out);
     if (writes)

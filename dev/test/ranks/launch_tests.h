@@ -83,17 +83,24 @@ RANKS_TEST(launch_of_ranks_that_never_come) {
         }
 }
 
-// Two ranks whose --out is one name and two folders, as on two hosts without a network file system.
+// Two ranks whose --out is one name and two folders, as on two hosts without a network file system. One may be a copy.
 RANKS_TEST(launch_without_a_shared_folder) {
     for (const char* host : {"host1", "host2"}) make_folders(file(host));
     const auto on = [&](const char* host) {
-        return joined({"/bin/sh", "-c", "cd \"$0\" && exec \"$@\"", file(host)}, started("small --batch=1 --out=run"));
+        const std::string command = "small --batch=1 --out=run --resume=on --save-every=1";
+        return joined({"/bin/sh", "-c", "cd \"$0\" && exec \"$@\"", file(host)}, started(command));
     };
-    const Result r = execute(two_ranks(mpirun, on("host1"), on("host2")));
-    CHECK(r.status != 0 && r.status != 1000);
-    CHECK(holds(r.err, "error: rank 1: --out run on " + host_name()));
+    const auto is_refused = [&] {
+        const Result r = execute(two_ranks(mpirun, on("host1"), on("host2")));
+        CHECK(r.status != 0 && r.status != 1000);
+        CHECK(holds(r.err, "error: rank 1: --out run on " + host_name()));
+    };
+    is_refused();
     CHECK(newest_checkpoint(file("host1/run")).folder.empty() && !file_exists(file("host2/run")));
     CHECK_EQUAL(execute(two_ranks(mpirun, on("host1"), on("host1"))).status, 0);
+    std::filesystem::remove_all(file("host1/run/step_00000002"));
+    copy_folder(file("host1/run"), file("host2/run"));
+    is_refused();
 }
 
 // Bound to one processor, as by Open MPI's mpirun alone, a run says what is left idle; one in a script too.
