@@ -291,7 +291,7 @@ std::string make_report_text(const std::vector<RunHistory>& runs, double now, si
             widths[r] = std::max(widths[r], values[r].size());
         }
     for (const auto& [name, values] : rows) {
-        std::string line = format_text("%-16s", name);
+        std::string line = format_text("%-16s", printable(name));
         for (size_t r = 0; r < runs.size(); r++)
             line += "  " + values[r] + std::string(widths[r] - values[r].size(), ' ');
         text += without_end_spaces(line) + "\n";

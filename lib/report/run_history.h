@@ -11,7 +11,6 @@
 #include "../base/files.h"
 #include "../base/json.h"
 #include "../base/progress.h"
-#include "../data/data_sets.h"
 #include "../run/run_folder.h"
 #include "../base/errors.h"
 
@@ -113,11 +112,6 @@ inline std::string describe_state(const RunHistory& run, double now) {
     return (age < patience ? "running, " : "ended early, ") + at;
 }
 
-// "", or a name of a validation set that --val-data takes: whoever wrote a log, it says no more than a run's own.
-inline void require_set_name(const std::string& name, const std::string& path) {
-    if (!name.empty() && !is_set_name(name)) fail("%s: '%s' is no name of a validation set", path, name);
-}
-
 inline void add_log_line(RunHistory& run, const Json& line, const std::string& path) {
     const double step = double(line.integer("step", path)), time = line.number("time", path),
                  clock = line.number("clock", path);
@@ -125,12 +119,7 @@ inline void add_log_line(RunHistory& run, const Json& line, const std::string& p
     const double seen = tokens ? tokens->number(path) : 0;
     if (!(time >= 0 && time < 1e11 && clock >= 0 && clock < 1e11 && seen >= 0 && seen < 1e18 && step >= 0))
         fail("%s: byte %d: no step, time and tokens of a run", path, line.offset);
-    for (const std::string& key : line.keys)  // val_loss/NAME
-        require_set_name(key.substr(std::min(key.find('/'), key.size() - 1) + 1), path);
-    if (const Json* set = line.find("val_set")) {
-        require_set_name(set->string(path), path);
-        run.val_set = set->text;
-    }
+    if (const Json* const set = line.find("val_set")) run.val_set = set->string(path);
     if (run.last_time > 0 && !start) run.hours += std::fmax(0, clock - run.last_clock) / 3600;
     run.last_clock = clock;
     run.last_time = time;
