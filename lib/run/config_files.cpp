@@ -267,9 +267,8 @@ void read_options_file(Config& c, bool prints) {
 }
 
 // One line for each option that differs from the run that wrote the checkpoint, as far as a resume allows it. then: its
-// options. Returns them as a Config.
-static Config print_changed_options(const Config& c, const Json& then) {
-    Config before = c;
+// options.
+static void print_changed_options(const Config& c, const Json& then) {
     for (const Option& o : OPTIONS) {
         const Json* old = then.find(underscored(o.name));
         if (!old || !is_inherited(o)) continue;
@@ -282,9 +281,7 @@ static Config print_changed_options(const Config& c, const Json& then) {
               : o.real             ? format_text("%.15g", old->number_value)
                                    : printable(was),
               reason.empty() ? "" : ": " + reason);
-        if (!is_automatic(o, was)) set_option(before, o, was);
     }
-    return before;
 }
 
 void print_resume(const Config& c, const Checkpoint& checkpoint) {
@@ -292,12 +289,8 @@ void print_resume(const Config& c, const Checkpoint& checkpoint) {
         if (c.resume) print("resume: nothing to resume under %s, this run starts at step 0\n", printable(c.out));
         return;
     }
-    const int64_t next = checkpoint.step + 1;
     print("resume: %s, step %d\n", printable(checkpoint.folder), checkpoint.step);
-    const Config before = print_changed_options(c, checkpoint.state.get("options", checkpoint.path));
-    const double is = learning_rate(c, next), was = learning_rate(before, next);
-    if (std::fabs(is - was) > 0.01 * std::max(is, was))
-        print("resume: the learning rate of step %d is %.2e, by the earlier options %.2e\n", next, is, was);
+    print_changed_options(c, checkpoint.state.get("options", checkpoint.path));
 }
 
 Checkpoint chosen_checkpoint(const Config& c) {

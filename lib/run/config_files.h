@@ -2,7 +2,6 @@
 // resume. Used by the verbs in train_nsa.cu.
 #pragma once
 #include <algorithm>
-#include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <sstream>

@@ -69,9 +69,8 @@ PROGRAM_TEST(run_resumed_bare_is_the_run) {
     CHECK(holds(resumed, "1 CPU thread each"));
     check({{"--resume @/parts --seed 4", 1, {"--seed 4", "1337"}},
            {"--resume @/parts --optimizer adamw", 1, {"--optimizer adamw", "muon"}}});
-    // What is given counts, and what it does to the learning rate is said: linear, from 0.01 to a tenth of it.
-    CHECK(holds(printed("--resume @/parts --steps 9 --schedule linear"), "resume: --steps is 9, was 4",
-                "the learning rate of step 5 is 5.00e-03, by the earlier options 1.00e-02"));
+    // What is given counts.
+    CHECK(holds(printed("--resume @/parts --steps 9 --schedule linear"), "resume: --steps is 9, was 4"));
 }
 
 // dev/reference.py, in fp64, repeats a step of either optimiser from one checkpoint to the next, and notices one that
