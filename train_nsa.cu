@@ -1131,9 +1131,7 @@ struct Run {
 
     void train() {
         const TrainConfig& c = config;
-        StepProfiler profiler(profiled_steps(c), is_first());
         while (state.step < c.steps && stop == GO_ON) {
-            profiler.before_step(state.step + 1, dev);
             launch_step();
             const bool last = state.step == c.steps;
             auto due = [&](int64_t every) { return last || (every && state.step % every == 0); };
@@ -1147,7 +1145,6 @@ struct Run {
             if (pause) printer.last_lap = seconds_now();  // the next step is not charged for the pause
         }
         while (!pending.empty()) finish_step();
-        profiler.end(state.step, dev);
     }
 };
 

@@ -68,7 +68,6 @@ for engine in opencl cpu; do
 done
 good "they select the same" same_numbers opencl.json cpu.json
 good "refuses bf16 by name" refuses "--cpu-dtype bf16" train opencl no --steps 1 --cpu-dtype bf16
-good "refuses a profiler by name" refuses "--profile-steps 1-2: the OpenCL" train opencl no --profile-steps 1-2
 if "$python" -c 'import torch' 2>/dev/null; then
     good "a dump" "$build/train_nsa" --device opencl --model tiny --init random --batch 2 --seq-len 200 \
         --total-batch 400 --out "$work/dump" --dump-state "$work/state.safetensors" &&

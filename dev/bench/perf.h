@@ -13,8 +13,17 @@
 #define NSA_WITHOUT_MAIN
 #include "../../train_nsa.cu"
 #endif
-
 // CUDA_CHECK: struct Cuda is there, for a GPU or in emulation.
+#if defined(__HIP__)
+constexpr auto cudaProfilerStart = hipProfilerStart;
+constexpr auto cudaProfilerStop = hipProfilerStop;
+#elif defined(CUDA_CHECK) && __has_include(<cuda_profiler_api.h>)
+#include <cuda_profiler_api.h>
+#elif defined(CUDA_CHECK)  // that is a package of its own, which not every toolkit has; the functions are in the runtime
+extern "C" cudaError_t cudaProfilerStart(void);
+extern "C" cudaError_t cudaProfilerStop(void);
+#endif
+
 struct OperationTime {
     double seconds = 0, flops = 0, bytes = 0;
     int64_t calls = 0;
@@ -509,9 +518,11 @@ void perf_plain_steps(Timed<Dev>& dev, PerfStep<Dev>& step, const std::string& n
              name, in_turn.done * 1e6, plain.done * 1e6, again.done * 1e6, COUNT);
 #endif
     std::fflush(out);
-    dev.start_profiler();
+#ifdef CUDA_CHECK
+    if (cudaProfilerStart() != cudaSuccess) cudaGetLastError();  // no profiler waits; the next launch would report it
     step.run();
-    dev.stop_profiler();
+    if (cudaProfilerStop() != cudaSuccess) cudaGetLastError();
+#endif
     dev.clocks = true;
     std::fflush(out);
 }

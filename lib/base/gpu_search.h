@@ -29,7 +29,6 @@ struct EngineInfo {
     std::string format;                          // of products; "": there is no such engine in this build
     std::string collective;                      // what sums gradients between its devices, such as "NCCL"; "": MPI
     std::string no_collective;                   // why nothing does: "this build has no NCCL"
-    bool profiler = false;                       // it can do --profile-steps
     std::vector<std::string> attention_kernels = {};  // what --attention-kernel may name; none: no choice
 
     bool has_attention_kernel(const std::string& name) const {

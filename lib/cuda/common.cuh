@@ -24,12 +24,6 @@
 #ifdef USE_NCCL
 #include <nccl.h>
 #endif
-#if __has_include(<cuda_profiler_api.h>)
-#include <cuda_profiler_api.h>
-#else  // a package of its own, which not every toolkit has; the functions are in the runtime
-extern "C" cudaError_t cudaProfilerStart(void);
-extern "C" cudaError_t cudaProfilerStop(void);
-#endif
 #if CUDART_VERSION < 12000
 #error "CUDA 12 or later is needed: put its nvcc on PATH, or build with make NO_CUDA=1"
 #endif

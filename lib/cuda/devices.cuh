@@ -19,7 +19,6 @@ inline EngineInfo cuda_info(bool fp32) {
 #else
     info.no_collective = "this build has no NCCL";
 #endif
-    info.profiler = true;
     info.attention_kernels = attention_kernel_names(fp32);
     return info;
 }

@@ -41,8 +41,6 @@ struct cudaDeviceProp : hipDeviceProp_t {
 constexpr auto cudaGetErrorName = hipGetErrorName;
 constexpr auto cudaGetErrorString = hipGetErrorString;
 constexpr auto cudaGetLastError = hipGetLastError;
-constexpr auto cudaProfilerStart = hipProfilerStart;
-constexpr auto cudaProfilerStop = hipProfilerStop;
 constexpr auto cudaGetDeviceCount = hipGetDeviceCount;
 constexpr auto cudaGetDevice = hipGetDevice;
 constexpr auto cudaSetDevice = hipSetDevice;

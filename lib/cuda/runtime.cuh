@@ -287,16 +287,6 @@ struct CudaRuntime {
         return 0;
     }
 
-    // ----- what lies between is for a profiler that was told to wait for it. Without one the calls may fail.
-    void start_profiler() {
-        CUDA_CHECK(cudaStreamSynchronize(stream));
-        if (cudaProfilerStart() != cudaSuccess) cudaGetLastError();  // it is the next launch's otherwise
-    }
-    void stop_profiler() {
-        CUDA_CHECK(cudaStreamSynchronize(stream));
-        if (cudaProfilerStop() != cudaSuccess) cudaGetLastError();
-    }
-
     // ----- a stream beside the computation's. Events order the two; the host waits for neither.
     class SideStream {
         CudaRuntime& dev;

@@ -300,8 +300,6 @@ struct DeviceMembers {
     NEEDS(std::string, name, ());                 // of the device: "NVIDIA H100"
     NEEDS(std::string, bus, ());                  // tells it from the machine's other devices
     NEEDS(void, divide_memory, (int processes));  // called by all processes that share the device, before they allocate
-    NEEDS(void, start_profiler, ());              // waits; what follows is for a profiler. May do nothing
-    NEEDS(void, stop_profiler, ());
     // For all calls from here on: "auto", or one of info().attention_kernels.
     NEEDS(void, choose_attention, (const std::string& kernel));
 };

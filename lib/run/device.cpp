@@ -110,11 +110,6 @@ static Device find_device(const MachineConfig& c, int share, const GpuSearch& gp
         fail_usage(
             "--cpu-dtype bf16 is for the CPU engine and this run computes by %s; leave it out or add --device cpu",
             d.engine.name);
-    if (!c.profile_steps.empty() && !d.gpu)
-        fail_usage("--profile-steps %s is for a profiler of GPUs and this run is on the CPU (%s); leave it out",
-                   c.profile_steps, d.reason);
-    if (!c.profile_steps.empty() && !d.engine.profiler)
-        fail_usage("--profile-steps %s: the %s engine knows no profiler; leave it out", c.profile_steps, d.engine.name);
     check_attention_kernel(c, d);
     d.attention_kernel = c.attention_kernel;
     d.cpu_bf16 = c.cpu_dtype == "bf16" && HAVE_BF16;

@@ -302,20 +302,6 @@ bool is_of_no_layer(const Option& o, const ModelConfig& c) {
     return o.traits & NSA_ONLY;
 }
 
-std::pair<int64_t, int64_t> profiled_steps(const MachineConfig& c) {
-    if (c.profile_steps.empty()) return {0, -1};
-    long long first = 0, last = 0;
-    char rest = 0;
-    const int found = std::sscanf(c.profile_steps.c_str(), "%lld-%lld%c", &first, &last, &rest);
-    const bool digits = c.profile_steps.find_first_not_of("0123456789-") == std::string::npos,
-               ends = c.profile_steps.back() != '-';
-    if (found == 1) last = first;
-    if (found < 1 || found > 2 || !digits || !ends || first < 1 || last < first)
-        fail_usage("--profile-steps is '%s'; expected the first and the last step, such as 20-29, or one alone",
-                   c.profile_steps);
-    return {first, last};
-}
-
 int64_t warmup_steps(const TrainConfig& c) {
     std::string digits = c.warmup;
     int64_t unit = 0;
@@ -332,7 +318,6 @@ int64_t warmup_steps(const TrainConfig& c) {
 
 void validate_given(const TrainConfig& c) {
     require_output_file("dump-state", c.dump_state);
-    profiled_steps(c);
     warmup_steps(c);
     if (c.allow_new_data && !c.resume) fail_usage("--allow-new-data is for a resume: give --resume, or leave it out");
     for (const Option& o : OPTIONS)

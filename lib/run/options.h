@@ -42,7 +42,7 @@ struct ModelConfig {
 
 // What choose_device() sees.
 struct MachineConfig {
-    std::string device, attention_kernel = "auto", cpu_dtype, profile_steps;
+    std::string device, attention_kernel = "auto", cpu_dtype;
     int64_t threads = 0;
 };
 
@@ -312,8 +312,6 @@ inline const Option OPTIONS[] = {
     {"dump-state", TRAIN, &TrainConfig::dump_state, "", ANY,
      "write parameters, gradients, logits, loss and selection of the first batch to this safetensors file, and end",
      PER_START | WRITES_PATH},
-    {"profile-steps", TRAIN, &MachineConfig::profile_steps, "", ANY,
-     "steps of a GPU to look at, such as 20-29: they stand between cudaProfilerStart and cudaProfilerStop", PER_START},
     // the other verbs
     {"from", SAMPLE | EVAL | EXPORT | IMPORT | REPORT | INSPECT, &CheckpointConfig::from, "", ANY,
      "folder of a run or of one checkpoint; of import: a folder that export wrote; of report: a run, or several laid "
@@ -509,9 +507,6 @@ void resolve_batch(TrainConfig& c, int ranks, bool gpu);
 
 // Does no layer of this model have what the option is of?
 bool is_of_no_layer(const Option& o, const ModelConfig& c);
-
-// The first and the last step of --profile-steps; 0 and -1 where there are none.
-std::pair<int64_t, int64_t> profiled_steps(const MachineConfig& c);
 
 // Steps of warm-up. Tokens become whole steps, which --total-batch makes more or fewer.
 int64_t warmup_steps(const TrainConfig& c);

@@ -59,7 +59,7 @@ class OpenCl {
 
     // ----- what it is, before one is opened
     static EngineInfo info() {
-        return {"opencl", "OpenCL", "OpenCL device", "fp32", "", "OpenCL has no library for that", false};
+        return {"opencl", "OpenCL", "OpenCL device", "fp32", "", "OpenCL has no library for that"};
     }
     static GpuSearch search() {
         GpuSearch s;
@@ -113,8 +113,6 @@ class OpenCl {
     std::string format() const { return "fp32"; }
     double peak_flops() const { return 0; }
     void choose_attention(const std::string&) {}
-    void start_profiler() {}
-    void stop_profiler() {}
     void check_shape(const NsaShape& s) const {
         if (s.D % 2 || size_t(s.D) > MAX_D)
             fail_usage("--head-dim %d: OpenCL's kernels take even ones up to %d", s.D, MAX_D);

@@ -1,4 +1,4 @@
-// profile_tests.h: what a run says of its starts in log.jsonl, and --profile-steps.
+// profile_tests.h: what a run says of its starts in log.jsonl.
 #pragma once
 #include "../program/program.h"
 
@@ -33,12 +33,4 @@ PROGRAM_TEST(run_records_each_start) {
     REQUIRE(all.size() == 3);
     CHECK(all[1].integer("step", "log") == 2 && all[2].integer("step", "log") == 3);
     CHECK_EQUAL(all[0].to_text(), before[0].to_text());
-}
-
-// A GPU's steps are those of cuda_profile_ranges_name_the_parts_of_a_step.
-PROGRAM_TEST(run_profiles_steps_of_a_gpu_alone) {
-    const Words cpu = {"small", "--device=cpu"};
-    for (const char* wrong : {"0", "3-2", "a", "1-", "-2", "1-2-3", "1 2", "1e3"})
-        check({{joined(cpu, {std::string("--profile-steps=") + wrong}), 2, {"--profile-steps", "20-29"}}});
-    check({{joined(cpu, {"--profile-steps=2"}), 2, {"--profile-steps 2", "on the CPU"}}});
 }

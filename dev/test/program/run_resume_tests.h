@@ -10,8 +10,8 @@
 
 // Every option of the table, given at the start, is in force after a bare --resume; but for those of the list.
 PROGRAM_TEST(resume_inherits_every_option) {
-    const std::set<std::string> not_inherited = {"out",           "resume",     "config", "allow-new-data",
-                                                 "profile-steps", "dump-state", "help",   "version"};
+    const std::set<std::string> not_inherited = {"out",        "resume", "config", "allow-new-data",
+                                                 "dump-state", "help",   "version"};
     const auto started = [](const Words& words) {
         Config c = parse_and_preset(words);
         resolve_batch(c, 1, false);
