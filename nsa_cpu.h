@@ -73,7 +73,6 @@ struct Cpu : HostRuntime, HostOptimiser<real_> {
                                            : " with the inputs of GEMMs rounded to bf16");
     }
     std::string describe_selected(const NsaShape&) const { return ""; }  // there is one way only
-    std::vector<std::string> describe_products(int, int, int) const { return {}; }
 
     // ----- embedding.  x = embed[token].  tokens [N], embed [V, C], x [N, C]
     void embedding_forward(real* x, const int32_t* tokens, const real* embed, int N, int C) {

@@ -2142,10 +2142,6 @@ struct Cuda : CudaOptimiser {
         warpgroups = asked_kernel != &ATTENTION_KERNELS[TENSOR_CORES_KERNEL] &&
                      has_attention_kernel(ATTENTION_KERNELS[WARPGROUPS_KERNEL], FP32, gpu_code());
     }
-    std::vector<std::string> describe_products(int N, int C, int OC) {
-        return {describe_product<real, real>(NT, {N, OC, C}), describe_product<real, real>(NN, {N, C, OC}),
-                describe_product<real, Grad>(TN, {OC, C, N})};
-    }
     std::string format() const { return FP32 ? "fp32" : "bf16"; }
     // FLOP/s of the tensor cores at best; 0: unknown, or not used.
     double peak_flops() const { return FP32 ? 0 : bf16_peak_flops(properties.name); }

@@ -425,21 +425,6 @@ struct CudaRuntime {
 #endif
         return lines;
     }
-    // How a product of packed matrices C[M,N] = op(A) op(B) would be computed, on arrays of their own.
-    template <class In, class Out>
-    std::string describe_product([[maybe_unused]] Factors factors, GemmSize s) {
-#ifdef NO_CUBLAS
-        return format_text("%d x %d x %d: the plain kernel", s.M, s.N, s.K);
-#else
-        const MatmulShape shape = {{factors == TN, factors == NT, s.M, s.N, s.K, factors == TN ? s.M : s.K,
-                                    factors == NT ? s.K : s.N, s.N, 1, 0, 0, 0, 256, 256, 256, 256, type_of<In>(),
-                                    type_of<Out>()}};
-        Matmul m = make_matmul(shape);
-        const std::string text = name_of(shape) + ": " + describe(m);
-        m.destroy();
-        return text;
-#endif
-    }
 
   private:
     std::map<const void*, size_t> allocated;  // bytes by address

@@ -257,8 +257,6 @@ struct Members : Formats<Dev> {
     NEEDS(std::string, describe, ());               // "GPU 0, NVIDIA H100, ..., bf16": for the run's first line
     NEEDS(std::string, describe_selected,
           (const NsaShape& s));  // how the selected branch is computed; "": one way only
-    // How a linear layer's three products are computed, forward, backward_input and backward_weight; {}: one way only
-    NEEDS(std::vector<std::string>, describe_products, (int N, int C, int OC));
     NEEDS(std::string, format, ());  // what products take: "fp32" or "bf16"
     NEEDS(double, peak_flops, ());   // of the products, FLOP/s at best; 0: unknown
 };

@@ -89,27 +89,6 @@ void print_needs(const std::string& preset, Dev& dev) {
           flops * tokens, tokens);
 }
 
-// How the engine computes what takes most of a step of that preset: its linear layers, where there are several ways.
-// The projection to queries, keys, values and gates is one product, and the classifier multiplies a chunk of rows at a
-// time.
-template <class Dev>
-void print_linear_layers(const std::string& preset, Dev& dev, std::FILE* out = stdout) {
-    const Config c = options_of("--model " + preset);
-    const Activations<Dev> a(dev, c, preset_of(c).batch, c.seq_len, TRAINING, 0, true);
-    const int N = a.shape.B * a.shape.T, C = int(a.C), M = int(a.M);
-    const struct {
-        const char* name;
-        int rows, in, out;
-    } layers[] = {{"attn.qkv", N, C, a.shape.projected()},
-                  {"attn.o_proj", N, a.shape.H * a.shape.D, C},
-                  {"mlp.fc1", N, C, M},
-                  {"mlp.fc2", N, M, C},
-                  {"embed_tokens", int(a.logit_rows), C, int(a.Vp)}};
-    for (const auto& layer : layers)
-        for (const std::string& text : dev.describe_products(layer.rows, layer.in, layer.out))
-            std::fprintf(out, "  %-12s %s\n", layer.name, text.c_str());
-}
-
 // A line for each part of the program and its machine, with a tick or a cross.
 inline void print_machine(const Machine& machine) {
     const Device& d = machine.device;
@@ -135,7 +114,6 @@ inline int run_check(const Config& c, World& world) {
     with_engine(device, world, [&](auto& dev, const Machine& machine) {
         print_machine(machine);
         print_needs(c.model, dev);
-        print_linear_layers(c.model, dev);
     });
     return check_gradients() ? 0 : 1;
 }

@@ -109,7 +109,6 @@ class OpenCl {
                            cl_uint(number_of(device, CL_DEVICE_MAX_COMPUTE_UNITS)), total_memory() / (1 << 30));
     }
     std::string describe_selected(const NsaShape&) const { return ""; }
-    std::vector<std::string> describe_products(int, int, int) const { return {}; }
     std::string format() const { return "fp32"; }
     double peak_flops() const { return 0; }
     void choose_attention(const std::string&) {}

@@ -114,30 +114,6 @@ TEST(cuda_bench_step_runs) {
     CHECK_EQUAL(perf_on<Cpu<float>>(cpu, c, 1, 64, report.file), 0);
     CHECK(report.text().find("\nresult: ") != std::string::npos);
 }
-#if defined(CUDA_ON_CPU) && !defined(PRECISION_FP32)
-// `check` names the algorithm of each product that a step of a preset computes: Y = X W^T, dX = dY W, dW = dY^T X for
-// rows [N, in], W [out, in].
-TEST(cuda_bench_check_names_every_product) {
-    const Config c = options_of("--model 125m");
-    Cuda dev(0, size_t(1) << 20);
-    const bench_tests::Report report;
-    print_linear_layers("125m", dev, report.file);
-    const std::string text = report.text();
-    const Activations<Cuda> a(dev, c, preset_of(c).batch, c.seq_len, TRAINING, 0, true);
-    const int N = int(preset_of(c).batch * c.seq_len), C = int(c.dim), M = int(c.mlp_hidden);
-    const int P = shape_of(c, 1, int(c.seq_len)).projected(), HD = int(c.heads * c.head_dim);
-    const int layers[][3] = {
-        {N, C, P}, {N, HD, C}, {N, C, M}, {N, M, C}, {int(a.logit_rows), C, int(TensorTable(c).padded_vocab)}};
-    for (const auto& [rows, in, out] : layers)
-        for (const std::string& product :
-             {format_text("%d x %d x %d nt", rows, out, in), format_text("%d x %d x %d nn", rows, in, out),
-              format_text("%d x %d x %d tn", out, in, rows)}) {
-            tests().checks++;
-            if (text.find(" " + product + ": algorithm ") == std::string::npos)
-                check_failed(__FILE__, __LINE__, "no %s in\n%s", product, text);
-        }
-}
-#endif
 #ifndef PRECISION_FP32
 // What training takes fits the GPUs that it is for, less what driver, context and a desktop take: activations,
 // parameters, gradients and moments, cuBLASLt's workspace, and the scratch memory of the kernels. The presets; and 64k
