@@ -244,7 +244,7 @@ void read_options_file(Config& c, bool prints) {
         if (of_run && (name == "program" || file.items[i].kind == Json::Object)) continue;
         const Option* const o = find_option(name);
         if (of_run && o && is_of_no_layer(*o, of_file)) continue;
-        if (!o || !(o->verbs & TRAIN)) fail_unknown_option(name, TRAIN, path + ": ");
+        if (!o || !(o->verbs & TRAIN)) fail_usage("%s: --%s is no option (--help lists them)", path, name);
         if (of_run && !is_inherited(*o)) continue;
         if (name == "config") fail_usage("%s: --config is for the command line alone", path);
         const Json& value = file.items[i];

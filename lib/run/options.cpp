@@ -93,36 +93,6 @@ bool overlay(Config& c, const Option& o, const std::string& value, Source source
     return true;
 }
 
-// Another program's name for an option of this verb, or our own name as JSON files spell it; "" where there is none.
-static std::string familiar_option(std::string word, Verb verb) {
-    std::replace(word.begin(), word.end(), '_', '-');
-    for (const Option& o : OPTIONS) {
-        if (!(o.verbs & verb)) continue;
-        if (word == o.name) return word;
-        for (const auto& other : OTHER_NAMES)
-            if (is_choice(word, other.typed) && !std::strcmp(o.name, other.option)) return o.name;
-    }
-    return "";
-}
-
-void fail_unknown_option(const std::string& name, Verb verb, const std::string& where) {
-    const std::string meant = familiar_option(name, verb);
-    if (!meant.empty()) fail_usage("%s--%s is no option; did you mean --%s?", where, name, meant);
-    fail_usage("%s--%s is no option (--help lists them)", where, name);
-}
-
-// A word that is neither an option nor a value. option: the last one before it, without --, or "".
-[[noreturn]] static void fail_stray_word(const std::string& word, const std::string& option) {
-    if (verb_named(word)) fail_usage("'%s' is a verb, which comes first: ./train_nsa %s ...", word, word);
-    const bool takes_files = option == "data" || option == "val-data" || option == "in";
-    if (takes_files && access(word.c_str(), F_OK) == 0)
-        fail_usage(
-            "'%s' is no option, but a file behind --%s: has the shell put the names of files in place of a pattern? "
-            "Put it in quotes, as in --%s 'data/*.%s'",
-            word, option, option, option == "in" ? "txt" : "bin");
-    fail_usage("'%s' is no option; options begin with -- (--help lists them)", word);
-}
-
 // The option that a word without one is the value of: the folder of a run after a verb that reads one, or after
 // --resume. "": none.
 static std::string option_of_folder(const std::string& word, Verb verb, const std::string& last, const Config& c) {
@@ -172,14 +142,18 @@ Config parse_options(int argc, const char* const* argv) {
         if (word == "-h") word = "--help";
         if (word.compare(0, 2, "--") != 0) {
             const std::string name = verb_named(word) ? "" : option_of_folder(word, verb, option, c);
-            if (name.empty()) fail_stray_word(word, option);
+            if (name.empty())
+                fail_usage(
+                    "'%s' is no option: a verb comes first, options begin with --, and a pattern of files stands in "
+                    "quotes, else the shell puts their names in its place (--help lists the options)",
+                    word);
             set(option_named(name), word);
             continue;
         }
         const size_t equals = word.find('=');
         const std::string name = word.substr(2, equals == std::string::npos ? equals : equals - 2);
         const Option* const o = find_option(name);
-        if (!o) fail_unknown_option(name, verb, "");
+        if (!o) fail_usage("--%s is no option (--help lists them)", name);
         if (!(o->verbs & verb))
             fail_usage("--%s is no option of '%s' (./train_nsa %s --help lists its options)", name, c.verb, c.verb);
         const bool several = o->list || (verb == REPORT && name == "from");  // runs to be laid over each other

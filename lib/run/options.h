@@ -439,43 +439,6 @@ void set_option(Config& c, const Option& o, const std::string& value);
 // Sets an option unless a stronger source has set it; returns whether it did. So the sources may come in any order.
 bool overlay(Config& c, const Option& o, const std::string& value, Source source, const std::string& reason = "");
 
-// What people type who come from other programs, for each of our options.
-static const struct {
-    const char *option, *typed;
-} OTHER_NAMES[] = {
-    {"lr", "learning-rate"},
-    {"lr-final", "min-lr"},
-    {"schedule", "lr-decay-style|lr-scheduler-type"},
-    {"warmup", "warmup-iters|warmup-steps"},
-    {"weight-decay", "wd"},
-    {"grad-clip", "clip-grad|max-grad-norm"},
-    {"batch", "batch-size|micro-batch-size"},
-    {"total-batch", "global-batch-size|gradient-accumulation-steps"},
-    {"seq-len", "block-size|context-length|max-length"},
-    {"rope-base", "rope-theta|rotary-base"},
-    {"steps", "max-steps|max-iters|num-iterations"},
-    {"eval-every", "eval-interval"},
-    {"save-every", "save-interval"},
-    {"layers", "n-layer"},
-    {"heads", "n-head"},
-    {"dim", "n-embd|hidden-size"},
-    {"window", "window-size"},
-    {"data", "train-data|dataset|input"},
-    {"in", "input"},
-    {"size", "vocab-size"},
-    {"text", "input"},
-    {"cpu-dtype", "dtype"},
-    {"threads", "num-threads"},
-    {"out", "output|output-dir|out-dir|to"},
-    {"from", "checkpoint|ckpt"},
-    {"tokens", "max-tokens|max-new-tokens"},
-    {"seed", "num-samples"},  // one sample for each seed
-    {"temperature", "temp"},
-};
-
-// where: what stands before the message.
-[[noreturn]] void fail_unknown_option(const std::string& name, Verb verb, const std::string& where);
-
 // Is this command line for one process alone, whatever a shell of a cluster has in its environment? Only mpirun starts
 // several of these, which are refused.
 bool is_for_one_process(int argc, const char* const* argv, bool by_mpirun);

@@ -72,17 +72,6 @@ PROGRAM_TEST(run_options_are_parsed_strictly) {
         if (o.integer && o.default_text == std::string("auto")) CHECK_EQUAL(parse({verb, name, "auto"}).*o.integer, 0);
         if (!o.flag) CHECK_FAILS(2, (name + " needs a value").c_str(), parse({verb, name}));
         if (!o.flag) CHECK_FAILS(2, (name + " needs a value").c_str(), parse({verb, name, "--threads=1"}));
-        if (name.find('-', 2) == std::string::npos) continue;  // as JSON files spell it
-        CHECK_FAILS(2, ("--" + underscored(o.name) + " is no option; did you mean " + name + "?").c_str(),
-                    parse({verb, "--" + underscored(o.name) + "=1"}));
-    }
-}
-
-// Each name that others use leads to an option, and none is one.
-TEST(names_of_other_programs_lead_to_options) {
-    for (const auto& other : OTHER_NAMES) {
-        CHECK_EQUAL(std::string(option_named(other.option).name), other.option);
-        for (const Option& o : OPTIONS) CHECK(std::strcmp(o.name, other.typed) != 0);
     }
 }
 
