@@ -30,36 +30,10 @@ std::string option_words(const std::string& name, const std::string& value) {
     return "--" + name + (value.compare(0, 2, "--") ? " " : "=") + shell_word(value);
 }
 
-// What a shell makes of ~, $NAME and braces, unless they stand in quotes or behind a =, no program makes of them.
-static void refuse_unexpanded(const Option& o, const std::string& value) {
-    if (!(o.traits & (READS_PATH | WRITES_PATH | NAMES_SETS))) return;
-    const bool is_sets = o.traits & NAMES_SETS, is_written = o.traits & WRITES_PATH;
-    for (size_t at = value.find_first_of("~$"); at != std::string::npos; at = value.find_first_of("~$", at + 1)) {
-        const bool begins = at == 0 || (is_sets && (value[at - 1] == ',' || value[at - 1] == '='));
-        const std::string name = value.substr(at, value.find('/', at) - at);
-        const bool is_home = value[at] == '~' && (name == "~" || name.size() < value.size() - at),
-                   is_variable = value[at] == '$' && name.find_first_not_of("0123456789.,:= ", 1) == 1;
-        if (begins && (is_home || is_variable) && !file_exists(name))
-            fail_usage(
-                "--%s '%s': the shell has left %s as it is, as it does in single quotes, or with ~ behind a =: write "
-                "\"$HOME\" in double ones, or the whole path",
-                o.name, value, name);
-    }
-    const size_t open = value.find('{'), close = value.find('}', std::min(open, value.size()));
-    if (is_written || close == std::string::npos || file_exists(value)) return;
-    const std::string inside = value.substr(open, close - open);
-    const bool has_comma = !places_of(',', inside).empty();
-    if (!has_comma && inside.find("..") == std::string::npos) return;
-    std::vector<std::string> files;
-    if (!(has_comma && is_sets)) error_of([&] { files = glob_files(value); });
-    if (files.empty())
-        fail_usage(
-            "--%s '%s': braces are the shell's, and in quotes they stay: write [ab] for one of two letters, or %s",
-            o.name, value, is_sets ? "the patterns one by one, with a comma between them" : "every name");
-}
-
 void set_option(Config& c, const Option& o, const std::string& value) {
-    if (o.text || o.list) refuse_unexpanded(o, value);
+    if (o.traits & PATH && value.compare(0, 2, "~/") == 0)
+        fail_usage("--%s is '%s': a shell leaves ~ as it is in quotes and behind a =; give the whole path", o.name,
+                   value);
     if (o.flag) {
         if (!is_choice(value, "on|off|1|0"))
             fail_usage("--%s is '%s'; it is a flag: give it without a value, or 0 for off", o.name, value);

@@ -127,12 +127,10 @@ inline const Values ANY(nullptr);
 
 // What else is true of an option.
 enum Trait : unsigned {
-    OF_MODEL = 1,      // stands in config.json
-    NSA_ONLY = 2,      // says nothing where no layer is of NSA; the window's size is for layers of windows too
-    PER_START = 4,     // of one start of the program: a resume does not inherit it
-    READS_PATH = 8,    // names files to read,
-    WRITES_PATH = 16,  // or one to write,
-    NAMES_SETS = 32    // or sets of shards
+    OF_MODEL = 1,   // stands in config.json
+    NSA_ONLY = 2,   // says nothing where no layer is of NSA; the window's size is for layers of windows too
+    PER_START = 4,  // of one start of the program: a resume does not inherit it
+    PATH = 8        // names files or a folder
 };
 
 struct Option : Values {
@@ -207,7 +205,7 @@ inline const Option OPTIONS[] = {
     {"init-from", TRAIN, &TrainConfig::init_from, "", ANY,
      "folder of a run or of one checkpoint whose weights this run begins with, at step 0; the model's options are "
      "taken from there",
-     READS_PATH},
+     PATH},
     {"init", TRAIN, &ModelConfig::init, "preset", "standard|narrow|random",
      "standard: GPT-2's deviation of 0.02; narrow: 1/sqrt(inputs) for it; random: the same, and every tensor drawn; "
      "with --head untied, narrow takes the place of a preset's random"},
@@ -215,22 +213,22 @@ inline const Option OPTIONS[] = {
     {"data", TRAIN, &TrainConfig::data, "synthetic", ANY,
      "training shards, a glob in quotes, or several with weights, 'a_*.bin:3,b_*.bin:1', which are mixed exactly; or "
      "synthetic: the built-in corpus",
-     NAMES_SETS},
+     PATH},
     {"val-data", TRAIN | EVAL, &TrainConfig::val_data, "", ANY,
      "validation shards, a glob in quotes, or several by name, 'web=a_*.bin,code=b_*.bin', of which the first decides; "
      "or synthetic: of the built-in corpus",
-     NAMES_SETS},
+     PATH},
     {"hellaswag", TRAIN | EVAL, &TrainConfig::hellaswag, "", ANY,
      "multiple choice: HellaSwag's .jsonl, llm.c's .bin of it, or any file of these forms; in training with every "
      "validation",
-     READS_PATH},
+     PATH},
     {"tokenizer", TRAIN | TOKENIZE, &ModelConfig::tokenizer, "preset", "bytes|gpt2",
      "vocabulary: 256 bytes, or a BPE of GPT-2's kind, GPT-2's 50257 tokens or those of --vocab-dir; tokenize "
      "without it: gpt2",
      OF_MODEL},
     {"vocab-dir", TRAIN | TOKENIZE | SAMPLE | EVAL | EXPORT | INSPECT, &TrainConfig::vocab_dir, "", ANY,
      "folder with vocab.bpe + encoder.json or tokenizer.json of any size, a .tiktoken file or gpt2_tokenizer.bin",
-     READS_PATH},
+     PATH},
     // the optimiser
     {"batch", TRAIN | EVAL, &ModelConfig::batch, "auto", between(1, 64 * THOUSAND),
      "sequences per rank and micro-step"},
@@ -288,7 +286,7 @@ inline const Option OPTIONS[] = {
     {"out", TRAIN | TOKENIZE | EXPORT | IMPORT | VOCABULARY, &TrainConfig::out, "auto", ANY,
      "folder of the run; of tokenize: prefix of the shards; of export, import and vocabulary: a new or an empty "
      "folder",
-     PER_START | WRITES_PATH},
+     PER_START | PATH},
     {"resume", TRAIN, &TrainConfig::resume, "off", ANY,
      "continue from the newest checkpoint under --out; --resume RUN is --resume --out RUN", PER_START},
     {"allow-new-data", TRAIN, &TrainConfig::allow_new_data, "off", ANY,
@@ -297,7 +295,7 @@ inline const Option OPTIONS[] = {
     {"config", TRAIN, &TrainConfig::config, "", ANY,
      "JSON file of options: the run.json of a run, of which all but --out count, or one by hand, {\"lr\": 1e-3, ...}; "
      "the command line goes before it",
-     PER_START | READS_PATH},
+     PER_START | PATH},
     {"tensorboard", TRAIN, &TrainConfig::tensorboard, "off", ANY,
      "the numbers of log.jsonl go into TensorBoard's event files too, beside it"},
     {"device", TRAIN | SAMPLE | EVAL | CHECK_VERB | INSPECT, &MachineConfig::device, "auto", DEVICE_CHOICES,
@@ -311,25 +309,25 @@ inline const Option OPTIONS[] = {
      "CPU threads of this rank; auto: OMP_NUM_THREADS where it is set, else its share of the machine's cores"},
     {"dump-state", TRAIN, &TrainConfig::dump_state, "", ANY,
      "write parameters, gradients, logits, loss and selection of the first batch to this safetensors file, and end",
-     PER_START | WRITES_PATH},
+     PER_START | PATH},
     // the other verbs
     {"from", SAMPLE | EVAL | EXPORT | IMPORT | REPORT | INSPECT, &CheckpointConfig::from, "", ANY,
      "folder of a run or of one checkpoint; of import: a folder that export wrote; of report: a run, or several laid "
      "over each other",
-     READS_PATH},
+     PATH},
     {"step", SAMPLE | EVAL | EXPORT | INSPECT, &CheckpointConfig::at_step, "last", ANY,
      "which of the run's checkpoints: that of this step; best: with the lowest validation loss; last: the newest that "
      "is whole"},
     {"html", REPORT | INSPECT, &CheckpointConfig::html, "", ANY,
-     "page to write; without it the report is text on the terminal", WRITES_PATH},
+     "page to write; without it the report is text on the terminal", PATH},
     {"json", EVAL | INSPECT, &CheckpointConfig::json, "", ANY,
      "file to write: what the page of inspect shows; of eval a line for each set or text, with its loss, and for each "
      "item of --hellaswag, with what was chosen and the loss of every ending",
-     WRITES_PATH},
+     PATH},
     {"text", EVAL | INSPECT, &CheckpointConfig::text, "", ANY,
-     "files of text as it is, or .jsonl; - for stdin; inspect shows one, eval measures each", READS_PATH},
+     "files of text as it is, or .jsonl; - for stdin; inspect shows one, eval measures each", PATH},
     {"prompt-file", SAMPLE, &SampleConfig::prompt_file, "", ANY,
-     "files with a prompt each, or of .jsonl one in each line's \"text\"; - for stdin", READS_PATH},
+     "files with a prompt each, or of .jsonl one in each line's \"text\"; - for stdin", PATH},
     {"interactive", SAMPLE, &SampleConfig::interactive, "off", ANY,
      "continue each line of stdin in turn; what was said before stays the beginning, up to the model's --seq-len"},
     {"tokens", SAMPLE, &SampleConfig::tokens, "256", between(0, MILLION), "tokens to write at most"},
@@ -343,7 +341,7 @@ inline const Option OPTIONS[] = {
     {"in", TOKENIZE | VOCABULARY, &TokenizeConfig::in, "", ANY,
      "text: files .txt (one document each) or .jsonl (an object a line); folders, with all such files under them; "
      "patterns; - for stdin",
-     READS_PATH},
+     PATH},
     {"text-key", TOKENIZE | VOCABULARY, &TokenizeConfig::text_key, "text", ANY, "key of the text in a line of .jsonl"},
     {"val-fraction", TOKENIZE, &TokenizeConfig::val_fraction, "0.01", between(0, 1),
      "share of the tokens that goes to the validation shards"},
