@@ -1233,7 +1233,7 @@ static int run_train(Config& c, World& world) {
     with_engine(device, world, [&](auto& dev, const Machine& machine) {
         dev.check_shape(shape_of(c, c.batch, c.seq_len));
         const bool tight = require_memory(dev, c, world, c.is_given("batch"));
-        if (world.rank == 0) warn_of_doubtful_options(c);
+        if (world.rank == 0) warn_of_short_run(c);
         Run run(dev, c, world, std::move(tokenizer), manifest_json(c));
         const auto train = [&] { return train_run(run, c, machine, tight); };
         status = world.size > 1 ? catch_errors(&world, train) : train();

@@ -256,7 +256,7 @@ struct Members : Formats<Dev> {
     NEEDS(void, check_shape, (const NsaShape& s));  // fail_usage() if the engine cannot compute this shape
     NEEDS(std::string, describe, ());               // "GPU 0, NVIDIA H100, ..., bf16": for the run's first line
     NEEDS(std::string, describe_selected,
-          (const NsaShape& s));  // how the selected branch is computed; "": one way only
+          (const NsaShape& s));      // how the selected branch is computed; "": one way only
     NEEDS(std::string, format, ());  // what products take: "fp32" or "bf16"
     NEEDS(double, peak_flops, ());   // of the products, FLOP/s at best; 0: unknown
 };

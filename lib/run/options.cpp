@@ -274,26 +274,13 @@ void validate_given(const TrainConfig& c) {
                        c.attention);
 }
 
-void warn_of_doubtful_options(const TrainConfig& c) {
-    if (has_layers(c, NSA_LAYER) && c.seq_len < c.cmp_block)
-        complain(
-            "--seq-len %d is shorter than --cmp-block %d: the compressed branch never has "
-            "a block, and the selection has nothing to go by",
-            c.seq_len, c.cmp_block);
-    if (c.lr == 0 && c.dump_state.empty())
-        complain("--lr 0: nothing is learnt, every step leaves the weights as they are");
+void warn_of_short_run(const TrainConfig& c) {
     const int64_t warmup = warmup_steps(c);
-    if (c.dump_state.empty() && c.lr > 0 && c.steps > 0 && c.steps < warmup)
+    if (c.dump_state.empty() && c.steps > 0 && c.steps < warmup)
         complain(
             "--steps %d ends within the %d steps of --warmup: the learning rate never gets "
             "beyond %.2g of --lr %g",
             c.steps, warmup, double(c.steps) / double(warmup), c.lr);
-    warn_of_end_of_text({c.prompt}, "--prompt");
-    if (c.sample_tokens > c.seq_len && c.is_given("sample-tokens"))
-        complain(
-            "--sample-tokens %d is more than --seq-len %d: what the model writes beyond "
-            "that length it has not learnt",
-            c.sample_tokens, c.seq_len);
 }
 
 void require_no_bytes(const TrainConfig& c) {

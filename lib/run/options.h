@@ -475,8 +475,8 @@ int64_t warmup_steps(const TrainConfig& c);
 // Options given for what no layer has, or for a file that is there.
 void validate_given(const TrainConfig& c);
 
-// A warning for each option whose effect the user may not expect.
-void warn_of_doubtful_options(const TrainConfig& c);
+// A warning where a run ends within its warm-up.
+void warn_of_short_run(const TrainConfig& c);
 
 // The built-in corpus is no text of GPT-2's tokens.
 void require_no_bytes(const TrainConfig& c);
