@@ -19,8 +19,7 @@ constexpr auto cudaProfilerStart = hipProfilerStart;
 constexpr auto cudaProfilerStop = hipProfilerStop;
 #elif defined(CUDA_CHECK) && __has_include(<cuda_profiler_api.h>)
 #include <cuda_profiler_api.h>
-#elif defined( \
-    CUDA_CHECK)  // that is a package of its own, which not every toolkit has; the functions are in the runtime
+#elif defined(CUDA_CHECK)  // that header is a package of its own, but the functions are in the runtime
 extern "C" cudaError_t cudaProfilerStart(void);
 extern "C" cudaError_t cudaProfilerStop(void);
 #endif

@@ -120,29 +120,16 @@ void fail_together(const World& world, const std::string& error) {
 }
 
 void require_same(const World& world, const std::string& text, const std::string& hint) {
-    if (world.size == 1) return;
-    std::vector<std::istringstream> texts;
-    for (const std::string& t : world.gather(text)) texts.emplace_back(t);
-    for (bool more = true; more;) {
-        more = false;
-        std::vector<std::string> lines_now(texts.size(), "(nothing)");
-        std::map<std::string, int> ranks_with;
-        for (size_t r = 0; r < texts.size(); r++) {
-            std::string line;
-            if (std::getline(texts[r], line)) {
-                lines_now[r] = line;
-                more = true;
-            }
-            ranks_with[lines_now[r]]++;
-        }
-        if (ranks_with.size() == 1) continue;
-        std::string expected = lines_now[0];
-        for (const std::string& line : lines_now)
-            if (ranks_with[line] > ranks_with[expected]) expected = line;
-        size_t odd = 0;
-        while (lines_now[odd] == expected) odd++;
-        throw SharedError(format_text("rank %d on %s has '%s', expected '%s' as on %d of %d ranks; %s", odd,
-                                      world.hosts[odd], lines_now[odd], expected, ranks_with[expected], world.size,
-                                      hint));
+    const std::vector<std::string> texts = world.gather(text);
+    for (size_t r = 1; r < texts.size(); r++) {
+        if (texts[r] == texts[0]) continue;
+        std::istringstream first(texts[0]), other(texts[r]);
+        std::string expected, found;
+        do {
+            if (!std::getline(first, expected)) expected = "(nothing)";
+            if (!std::getline(other, found)) found = "(nothing)";
+        } while (expected == found && first);
+        throw SharedError(format_text("rank %d on %s has '%s', rank 0 on %s has '%s'; %s", r, world.hosts[r], found,
+                                      world.hosts[0], expected, hint));
     }
 }

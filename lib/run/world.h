@@ -146,8 +146,8 @@ int catch_errors(const World* world, const std::function<int()>& work);
 // All ranks fail with the first one's error, or none does. Also a barrier.
 void fail_together(const World& world, const std::string& error);
 
-// All ranks fail if a text is not the same everywhere. One line names the first of the text's lines that differs: the
-// first rank that has another one than most ranks, and both. The hint says what to do.
+// All ranks fail if a text is not the same everywhere. One line names the first rank that has another one than rank 0,
+// and their first lines that differ. The hint says what to do.
 void require_same(const World& world, const std::string& text, const std::string& hint);
 
 #ifndef COMPILED_APART  // see lib/cpu/kernels.cpp
