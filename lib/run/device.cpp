@@ -7,18 +7,6 @@ int count_threads(const World& world) {
     return std::max(1, usable_processors() / int(sharers));
 }
 
-// Ranks on GPUs and ranks on CPUs cannot sum gradients together.
-static void require_same_kind_of_device(const Device& d, const World& world) {
-    if (world.size == 1) return;
-    const std::string mine = (d.gpu ? "GPU, because " : "CPU, because ") + d.reason;
-    const std::vector<std::string> all = world.gather(mine);
-    const auto differs = [&](const std::string& device) { return device.compare(0, 3, all[0], 0, 3) != 0; };
-    if (std::any_of(all.begin(), all.end(), differs))
-        require_same(world, "device: " + mine,
-                     "all ranks compute on GPUs or all on CPUs: make every rank see a GPU, or start all with "
-                     "--device cpu");
-}
-
 // Makes OpenMP start its threads now, while an error can say what was asked for: where the system gives it none, OpenMP
 // ends the program by itself. So first as many threads are started and ended as it will want.
 static void start_threads(int count) {
@@ -159,7 +147,10 @@ Device choose_device(const MachineConfig& c, const World& world, const GpuSearch
     if (d.gpu) d.gpu_number = int(std::count(all.begin(), all.begin() + world.rank, seen)) % gpus.count;
     if (d.gpu && world.communicator) d.gpu_number = gpus.current;
     d.idle = idle_processors(world);
-    require_same_kind_of_device(d, world);
+    // Ranks on GPUs and ranks on CPUs cannot sum gradients together.
+    require_same(world, d.gpu ? "device: GPU" : "device: CPU",
+                 "all ranks compute on GPUs or all on CPUs: make every rank see a GPU (./train_nsa check says "
+                 "what its host has), or start all with --device cpu");
     return d;
 }
 
