@@ -7,30 +7,6 @@ int count_threads(const World& world) {
     return std::max(1, usable_processors() / int(sharers));
 }
 
-// Makes OpenMP start its threads now, while an error can say what was asked for: where the system gives it none, OpenMP
-// ends the program by itself. So first as many threads are started and ended as it will want.
-static void start_threads(int count) {
-    std::mutex held;
-    std::vector<std::thread> threads;
-    std::string error;
-    {
-        const std::lock_guard<std::mutex> until_all_are_there(held);
-        error = error_of([&] {
-            for (int i = 1; i < count; i++) threads.emplace_back([&] { const std::lock_guard<std::mutex> wait(held); });
-        });
-    }
-    for (std::thread& thread : threads) thread.join();
-    if (!error.empty())
-        fail(
-            "%d CPU threads were asked for and the system starts only %d: %s%s; choose a smaller --threads, or raise "
-            "the limit on threads (ulimit -u) or memory",
-            count, threads.size() + 1, error, memory_limit_text());
-#ifdef _OPENMP
-#pragma omp parallel num_threads(count)
-    {}
-#endif
-}
-
 // --device names an engine for devices, and whether this machine and build have what it, or auto, asks for.
 static bool asks_for_device(const MachineConfig& c) { return c.device != "cpu" && c.device != "auto"; }
 
@@ -55,22 +31,6 @@ void drop_unsupported_options(Config& c, int share, const GpuSearch& gpus) {
     if (c.threads > share) give_up("threads", "auto", format_text("this rank has %d processors", share));
 }
 
-// OMP_NUM_THREADS, of which a list's first number counts, or `share`, the processors of this rank, where it is not set.
-// More threads than processors wait for each other in every loop. speaks: of several ranks one warns.
-static int read_omp_threads(int share, bool speaks) {
-    const char* const text = std::getenv("OMP_NUM_THREADS");
-    if (!text || !*text) return share;
-    char* end = nullptr;
-    const long asked = std::strtol(text, &end, 10);
-    end += std::strspn(end, " \t");
-    if (end == text || (*end && *end != ',') || asked < 1)
-        fail_usage("OMP_NUM_THREADS is '%s'; expected a number of threads, such as %d here, or unset it", text, share);
-    if (asked > share && speaks)
-        complain("OMP_NUM_THREADS is %d, and this rank has %s: it starts no more threads than that", asked,
-                 counted(share, "processor"));
-    return int(std::min<long>(asked, share));
-}
-
 // Refuses a name that the engine in use does not know.
 static void check_attention_kernel(const MachineConfig& c, const Device& d) {
     const std::string& name = c.attention_kernel;
@@ -86,9 +46,8 @@ static void check_attention_kernel(const MachineConfig& c, const Device& d) {
 // processors.
 static Device find_device(const MachineConfig& c, int share, const GpuSearch& gpus, bool speaks) {
     Device d;
-    d.threads = c.threads ? int(c.threads) : read_omp_threads(share, speaks);
+    d.threads = c.threads ? int(c.threads) : std::min(share, omp_get_max_threads());
     omp_set_num_threads(d.threads);
-    start_threads(d.threads);
     const std::string none = why_no_device(c, gpus);
     d.engine = gpus.engine;
     d.gpu = has_device(c, gpus);

@@ -306,7 +306,7 @@ inline const Option OPTIONS[] = {
      "of the CPU engine; bf16: the inputs of its matrix products are rounded to bf16, the sums stay fp32; needs "
      "AVX512_BF16"},
     {"threads", EVERY_VERB & ~(EXPORT | IMPORT), &MachineConfig::threads, "auto", between(1, 1024),
-     "CPU threads of this rank; auto: OMP_NUM_THREADS where it is set, else its share of the machine's cores"},
+     "CPU threads of this rank; auto: its share of the machine's cores, or OMP_NUM_THREADS where that is less"},
     {"dump-state", TRAIN, &TrainConfig::dump_state, "", ANY,
      "write parameters, gradients, logits, loss and selection of the first batch to this safetensors file, and end",
      PER_START | PATH},
