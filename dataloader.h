@@ -65,7 +65,6 @@ class DataLoader {
     std::vector<uint64_t> samples;  // of each set
     size_t too_short = 0;           // shards that hold no sample
     std::unique_ptr<Mixture> mixture;
-    std::unique_ptr<ShardScan> scan;  // once it was asked for
     int pending_size = 0;
     std::future<std::vector<Sample>> pending;  // the batch at next_sample; last, so that its thread ends first
 
@@ -93,10 +92,6 @@ class DataLoader {
             }
         }
         return hash;
-    }
-
-    void require_good_shards() const {
-        if (scan && !scan->error().empty()) fail("%s", scan->error());
     }
 
     Sample read_sample(uint64_t number) const {
@@ -189,19 +184,11 @@ class DataLoader {
                 samples.size() > 1 ? " until one comes again" : "", batch_samples, batch_samples * T() + 1);
     }
 
-    // A damaged shard is an error now or, where the disk is slow, at a later batch.
-    void scan_shards() {
-        scan = std::make_unique<ShardScan>(sources, options.rank, options.world_size, options.vocab_size);
-        scan->wait();
-        require_good_shards();
-    }
-
     // This rank's next B samples: inputs and targets (B, T); answer (B, T), unless null, is 1 where the target has to
     // be recalled, NO_TARGET behind a shard's end. A token outside the vocabulary is an error with its file and byte;
     // the loader then stays where it was.
     void next_batch(int32_t* inputs, int32_t* targets, int B, uint8_t* answer = nullptr) {
         if (B < 1) fail_usage("batch of %d samples: expected at least 1", B);
-        require_good_shards();
         const std::vector<Sample> batch =
             pending.valid() && pending_size == B ? pending.get() : read_batch(next_sample, B);
         for (size_t b = 0; b < batch.size(); b++) {

@@ -2,9 +2,6 @@
 // which describes the format, reads them.
 #pragma once
 #include <algorithm>
-#include <atomic>
-#include <chrono>
-#include <future>
 #include <memory>
 #include <string>
 #include <vector>
@@ -137,43 +134,3 @@ inline TokenSource choice_source(const ChoiceTask& task, int64_t T) {
     }
     return memory_source(task.file, std::move(tokens), std::move(is_answer), 0);
 }
-
-// Reads this rank's share of the shards once, in the background, so that the first token outside the vocabulary is
-// known early instead of when a step meets it.
-class ShardScan {
-  public:
-    // The ranks take the shards in turn.
-    ShardScan(const std::vector<TokenSource>& sources, int rank, int world_size, int vocabulary) {
-        for (size_t i = size_t(rank); i < sources.size(); i += size_t(world_size)) {
-            if (!sources[i].is_shard()) continue;
-            shards.push_back(sources[i]);
-            tokens += sources[i].count;
-        }
-        job = std::async([this, vocabulary] {  // where no thread is to be had, the caller of error() does it
-            return error_of([&] {
-                std::vector<uint16_t> piece(1 << 20);
-                for (const TokenSource& shard : shards)
-                    for (uint64_t first = 0; first < shard.count && !stop; first += piece.size()) {
-                        const size_t n = size_t(std::min<uint64_t>(piece.size(), shard.count - first));
-                        shard.read(piece.data(), first, n);
-                        shard.require_vocabulary(piece.data(), first, n, vocabulary);
-                    }
-            });
-        });
-    }
-    ~ShardScan() { stop = true; }
-
-    // What is wrong, as far as it is known; "" if nothing.
-    std::string error() const {
-        return job.wait_for(std::chrono::seconds(0)) == std::future_status::timeout ? "" : job.get();
-    }
-
-    // Waits for the end, at most a second for each GB: with a slow disk the rest is read while the run goes on.
-    void wait() const { job.wait_for(std::chrono::duration<double>(1 + double(tokens) * sizeof(uint16_t) * 1e-9)); }
-
-  private:
-    std::vector<TokenSource> shards;
-    uint64_t tokens = 0;
-    std::atomic<bool> stop{false};
-    std::shared_future<std::string> job;  // last, so that its thread ends first
-};

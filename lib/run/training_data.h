@@ -105,8 +105,6 @@ inline TrainingData open_training_data(const TrainConfig& c, const World& world,
         return synthetic_validation(options.seed, uint64_t(c.eval_batches * c.total_batch), options.seq_len);
     });
     for (const auto& set : data.val) check_disjoint(data.train->files(), set.loader->files());
-    data.train->scan_shards();
-    for (const auto& set : data.val) set.loader->scan_shards();
     data.train->require_global_batch(uint64_t(c.total_batch / c.seq_len));
     if (!c.hellaswag.empty()) data.choices = open_choices(c, world, tokenizer);
     return data;

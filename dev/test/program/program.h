@@ -393,11 +393,14 @@ inline std::vector<uint16_t> random_tokens(size_t n, uint64_t seed, uint64_t bel
     return tokens;
 }
 
-// train_0.bin and train_1.bin. The ranks look through the shards in turn, so rank 1 finds the token in the second.
+// train_0.bin and train_1.bin, 40 samples each. The token outside the vocabulary is in the first sample of the second
+// shard that `small` deals to rank 1 of two.
 inline void write_good_and_bad_shard(const TempFolder& folder) {
     std::vector<uint16_t> tokens = random_tokens(64 * 40 + 1, 1);
     write_file(folder.file("train_0.bin"), shard(tokens));
-    tokens[1000] = 300;
+    uint64_t dealt = 1, sample = 0;
+    while ((sample = shuffled_position(dealt, 80, uint64_t(parse_and_preset({"--steps=1"}).seed), 0)) < 40) dealt += 2;
+    tokens[64 * (sample - 40) + 10] = 300;
     write_file(folder.file("train_1.bin"), shard(tokens));
 }
 

@@ -271,15 +271,15 @@ PROGRAM_TEST(run_begins_with_the_shape_of_the_weights) {
 PROGRAM_TEST(run_bad_data_in_the_middle_keeps_what_was_learnt) {
     const std::string data = file("train.bin"), whole = shard(random_tokens(64 * 4000 + 1, 1));
     const bool has_ranks = find_ranks("bad data on two ranks");
-    for (const int ranks : {1, 2}) {
+    for (const auto& [ranks, cut] : {std::pair(1, true), {1, false}, {2, false}}) {
         if (ranks == 2 && !has_ranks) continue;
-        const std::string run_folder = file(format_text("run%d", ranks));
+        const std::string run_folder = file(format_text("run%d%d", ranks, cut));
         write_file(data, whole);
-        std::thread damage([&] {
+        std::thread damage([&, cut = cut] {
             const std::string log = run_folder + "/main.log";
             for (int i = 0; i < 3000 && (!file_exists(log) || !holds(read_file(log), "s:3 ")); i++) usleep(10000);
             const std::string bad = shard(std::vector<uint16_t>(64 * 4000 + 1, 300));
-            if (ranks == 1) std::filesystem::resize_file(data, 1024);
+            if (cut) std::filesystem::resize_file(data, 1024);
             else std::fstream(data, std::ios::in | std::ios::out).write(bad.data(), bad.size());
         });
         const Result r =
@@ -289,7 +289,8 @@ PROGRAM_TEST(run_bad_data_in_the_middle_keeps_what_was_learnt) {
         CHECK(last >= 3);
         const std::string saved = "the last good checkpoint is " + checkpoint_folder(run_folder, last);
         CHECK_EQUAL(int64_t(logged(run_folder, "loss").size()), last);
-        if (ranks == 1) CHECK_REFUSED(r, 1, data, "was cut off", saved);
+        if (cut) CHECK_REFUSED(r, 1, data, "was cut off", saved);
+        else if (ranks == 1) CHECK_REFUSED(r, 1, data, "token 300 at byte", "vocabulary of 256", saved);
         else CHECK(r.status != 0 && holds(r.err, "token 300 at byte", saved));
         write_file(data, whole);
         const std::string resume = "--resume " + run_folder + format_text(" --steps=%d", last + 2);
@@ -300,6 +301,24 @@ PROGRAM_TEST(run_bad_data_in_the_middle_keeps_what_was_learnt) {
         }
         REQUIRE_GOOD(again);
         CHECK(file_exists(checkpoint_folder(run_folder, last + 2)));
+    }
+}
+
+// A token that was outside the vocabulary from the beginning is found when its sample is read, to train on it or to
+// validate, with its byte; what was learnt until then is saved.
+PROGRAM_TEST(run_bad_token_is_found_with_its_sample) {
+    std::vector<uint16_t> tokens = random_tokens(64 * 20 + 1, 1);
+    write("good.bin", shard(tokens));
+    tokens[650] = 256;
+    write("bad.bin", shard(tokens));
+    for (const char* data :
+         {"--data=@/bad.bin --eval-every=0", "--data=@/good.bin --val-data=@/bad.bin --eval-every=5"}) {
+        remove_tree(out);
+        const Result r = run(std::string("small --batch=1 --total-batch=64 --eval-batches=20 --steps=20 ") + data);
+        const std::vector<int64_t> saved = checkpoint_steps(out);
+        CHECK_REFUSED(r, 1, file("bad.bin"), "token 256 at byte 2324 ", "vocabulary of 256",
+                      saved.empty() ? "" : "the last good checkpoint is " + checkpoint_folder(out, saved[0]));
+        CHECK_EQUAL(int64_t(logged(out, "loss").size()), saved.empty() ? 0 : saved[0]);
     }
 }
 

@@ -44,12 +44,13 @@ RANKS_TEST(run_error_on_one_rank_ends_all) {
     const struct {
         Command command;
         Words named;
-    } cases[] = {
-        {"small --batch=1 --data=@/train_*.bin --steps=20", {"train_nsa: rank 1 on ", "token 300", "@/train_1.bin"}},
-        // Errors of all ranks, and usage.
-        {"small --batch=1 --data=@/none* --out=@/run2", {"@/none*", "rank "}},
-        {"small --batch=1 --dump-state=@/state --out=@/run2", {"--dump-state"}},
-        {"sample --from x", {"without mpirun"}}};
+    } cases[] = {{"small --batch=1 --data=@/train_*.bin --steps=20", {"error: rank 1: ", "token 300", "@/train_1.bin"}},
+                 {"small --batch=1 --steps=100 --lr=10 --weight-decay=10 --schedule=constant --out=@/bad",
+                  {"rank 0 on ", "in a row"}},
+                 // Errors of all ranks, and usage.
+                 {"small --batch=1 --data=@/none* --out=@/run2", {"@/none*", "rank "}},
+                 {"small --batch=1 --dump-state=@/state --out=@/run2", {"--dump-state"}},
+                 {"sample --from x", {"without mpirun"}}};
     for (const auto& c : cases) {
         const Result r = run_on(2, c.command);
         CHECK(r.status != 0 && r.status != 1000 && r.seconds < 20);

@@ -171,7 +171,7 @@ EMULATED_TEST(emulated_gpus_error_on_one_rank_ends_all) {
         const char *more, *rank, *error, *named;
     } cases[] = {
         {"--lr=10 --grad-clip=0 --weight-decay=10 --steps=12", "rank 0 on ", "GPU 0: error: step ", "3 in a row"},
-        {"--data=@/train_*.bin --total-batch=128 --steps=20", "rank 1 on ", "GPU 1: error: ", "token 300"}};
+        {"--data=@/train_*.bin --total-batch=128 --steps=20", "rank 0 on ", "GPU 0: error: rank 1: ", "token 300"}};
     for (const auto& c : cases) {
         const Result r = run_on(2, SMALL_ON_GPU + c.more);
         CHECK(r.status != 0 && r.status != 1000);
