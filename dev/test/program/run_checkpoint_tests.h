@@ -44,7 +44,7 @@ PROGRAM_TEST(run_damaged_checkpoints_are_named) {
         {optimizer, moment, "v.norm.weight[1:17]", resume, true, {optimizer, "v.norm.weight[1:17]"}},
         {optimizer, moment, "v.norm.weight[16:0]", resume, true, {optimizer, "v.norm.weight[16:0]"}},
         {optimizer, moment, "v.norm.weight[0:16x", resume, true, {optimizer, "v.norm.weight[0:16x"}},
-        {optimizer, "all", "", resume, false, {optimizer, "missing"}},
+        {optimizer, "all", "", resume, false, {optimizer, "No such file"}},
         {optimizer, "all", "", resume, true, {"manifest.json", "moments"}},
     };
     for (const auto& c : cases) {

@@ -155,7 +155,7 @@ PROGRAM_TEST(run_weights_alone_serve_for_sample_eval_and_init_from) {
     std::filesystem::remove(checkpoint + "/" + OPTIMIZER);
     for (const std::string& from : {out, checkpoint})
         for (const std::string& verb : verbs(from)) REQUIRE_GOOD(run(verb));
-    check({{"small --out=@/run --resume=on --steps=3", 1, {"optimizer_00000", "missing"}}});
+    check({{"small --out=@/run --resume=on --steps=3", 1, {"optimizer_00000", "No such file"}}});
     // Damaged weights are refused, with advice for who wants weights.
     const std::string weights = read_file(model);
     std::string damaged = weights;
