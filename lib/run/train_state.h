@@ -3,7 +3,6 @@
 #pragma once
 #include <array>
 #include <cmath>
-#include <cstdlib>
 #include <string>
 #include <vector>
 
@@ -28,14 +27,14 @@ struct TrainState {
     bool validation_interrupted = false;  // a validation of these weights was begun and not finished
 };
 
-// The manifest's state; options: the run's own, as a JSON object; shards: those it trains on. Some JSON readers hold
-// integers as doubles, so the loader's four are strings.
+// The manifest's state; options: the run's own, as a JSON object; shards: those it trains on. JSON's integers are
+// int64 here, so the loader's four are written as such.
 inline std::string state_json(const TrainState& s, const std::string& options, int ranks,
                               const std::vector<std::string>& shards = {}) {
     std::string text = format_text("{\"tokens\": %d, \"last_update\": %d, \"bad_steps\": %d, \"ranks\": %d", s.tokens,
                                    s.last_update, s.bad_steps, ranks);
     text += ",\n \"loader\": [";
-    for (size_t i = 0; i < s.loader.size(); i++) text += format_text("%s\"%d\"", i ? ", " : "", s.loader[i]);
+    for (size_t i = 0; i < s.loader.size(); i++) text += format_text("%s%d", i ? ", " : "", int64_t(s.loader[i]));
     text += "],\n \"shards\": [";
     for (size_t i = 0; i < shards.size(); i++) text += (i ? ",\n  " : "") + json_quote(shards[i], true);
     text += "]";
@@ -44,15 +43,6 @@ inline std::string state_json(const TrainState& s, const std::string& options, i
         text += ",\n \"validation\": " + Json{{"loss", {v.loss, "%.17g"}}, {"data", v.data}}.to_text();
     if (s.validation_interrupted) text += ",\n \"left_validation\": true";
     return text + ",\n \"options\": " + options + "}";
-}
-
-inline uint64_t read_loader_integer(const std::string& text, const std::string& path, size_t i) {
-    char* end = nullptr;
-    errno = 0;
-    const uint64_t value = std::strtoull(text.c_str(), &end, 10);
-    if (text.empty() || text[0] < '0' || text[0] > '9' || *end || errno)
-        fail("%s: loader[%d] is %s, expected an integer", path, i, json_quote(text));
-    return value;
 }
 
 inline TrainState read_state(const Checkpoint& checkpoint) {
@@ -66,8 +56,7 @@ inline TrainState read_state(const Checkpoint& checkpoint) {
     const std::vector<Json>& loader = checkpoint.state.array("loader", path);
     if (loader.size() != state.loader.size())
         fail("%s: loader has %d integers, expected %d", path, loader.size(), state.loader.size());
-    for (size_t i = 0; i < loader.size(); i++)
-        state.loader[i] = read_loader_integer(loader[i].string(path + ": loader"), path, i);
+    for (size_t i = 0; i < loader.size(); i++) state.loader[i] = uint64_t(loader[i].integer(path + ": loader"));
     state.tokens = uint64_t(checkpoint.state.integer("tokens", path));
     for (const Json& name : checkpoint.state.array("shards", path))
         state.shards.push_back(name.string(path + ": shards"));
