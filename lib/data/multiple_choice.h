@@ -21,8 +21,7 @@
 // One ending behind its context.
 struct ChoiceRow {
     std::vector<uint16_t> tokens;
-    size_t first = 0;                 // token at which the ending begins, at least 1
-    size_t cut = 0, cut_answers = 0;  // tokens that the row lost at its beginning, and those of the ending among them
+    size_t first = 0;  // token at which the ending begins, at least 1
 
     size_t answers() const { return tokens.size() - first; }
 };
@@ -31,14 +30,8 @@ struct ChoiceItem {
     size_t label = 0;
 };
 
-struct ChoiceAnswer {
-    size_t by_loss = 0, by_loss_per_token = 0;  // the endings chosen
-    std::vector<double> losses;                 // of each ending
-};
-
 struct ChoiceResult {
     size_t items = 0, right = 0, right_per_token = 0;
-    std::vector<ChoiceAnswer> answers;  // of each item
 
     double accuracy() const { return double(right) / double(items); }
     double accuracy_per_token() const { return double(right_per_token) / double(items); }  // what is usually reported
@@ -61,11 +54,9 @@ struct ChoiceTask {
             for (ChoiceRow& row : item.endings) {
                 const size_t excess = row.tokens.size() > seq_len ? row.tokens.size() - seq_len : 0;
                 row.tokens.erase(row.tokens.begin(), row.tokens.begin() + std::ptrdiff_t(excess));
-                row.cut = excess;
-                row.cut_answers = excess >= row.first ? excess - row.first + 1 : 0;
-                row.first = row.cut_answers ? 1 : row.first - excess;
-                cut += row.cut > 0;
-                cut_endings += row.cut_answers > 0;
+                cut += excess > 0;
+                cut_endings += excess >= row.first;
+                row.first = excess >= row.first ? 1 : row.first - excess;
                 rows.push_back(&row);
             }
     }
@@ -84,46 +75,20 @@ struct ChoiceTask {
         r.items = items.size();
         size_t row = 0;
         for (const ChoiceItem& item : items) {
-            ChoiceAnswer answer;
-            for (size_t i = 0; i < item.endings.size(); i++) answer.losses.push_back(sums[row++].answer_loss);
-            size_t &best = answer.by_loss, &best_per_token = answer.by_loss_per_token;
-            const auto per_token = [&](size_t i) { return answer.losses[i] / double(item.endings[i].answers()); };
-            for (size_t i = 1; i < item.endings.size(); i++) {
-                if (answer.losses[i] < answer.losses[best]) best = i;
+            std::vector<double> losses;
+            for (size_t i = 0; i < item.endings.size(); i++) losses.push_back(sums[row++].answer_loss);
+            size_t best = 0, best_per_token = 0;
+            const auto per_token = [&](size_t i) { return losses[i] / double(item.endings[i].answers()); };
+            for (size_t i = 1; i < losses.size(); i++) {
+                if (losses[i] < losses[best]) best = i;
                 if (per_token(i) < per_token(best_per_token)) best_per_token = i;
             }
             r.right += best == item.label;
             r.right_per_token += best_per_token == item.label;
-            r.answers.push_back(std::move(answer));
         }
         return r;
     }
 };
-
-// A line of JSON for each item: the right ending and those chosen, counted from 0, and of every ending its loss, its
-// tokens, and what its row lost at the beginning.
-inline std::string choice_items_text(const ChoiceTask& task, const ChoiceResult& r) {
-    std::string text;
-    for (size_t i = 0; i < task.items.size(); i++) {
-        const ChoiceAnswer& answer = r.answers[i];
-        std::vector<size_t> tokens, cut, cut_answers;
-        for (const ChoiceRow& row : task.items[i].endings) {
-            tokens.push_back(row.answers());
-            cut.push_back(row.cut);
-            cut_answers.push_back(row.cut_answers);
-        }
-        const Json line = {{"item", i},
-                           {"label", task.items[i].label},
-                           {"by_loss", answer.by_loss},
-                           {"by_loss_per_token", answer.by_loss_per_token},
-                           {"losses", Json::numbers(answer.losses, "%.9g")},
-                           {"tokens", Json::list(tokens)},
-                           {"cut_tokens", Json::list(cut)},
-                           {"cut_ending_tokens", Json::list(cut_answers)}};
-        text += line.to_text() + "\n";
-    }
-    return text;
-}
 
 inline void require_choices(const ChoiceItem& item, int64_t label, const std::string& where) {
     if (item.endings.size() < 2) fail("%s: %d endings, expected at least 2", where, item.endings.size());

@@ -321,8 +321,8 @@ inline const Option OPTIONS[] = {
     {"html", REPORT | INSPECT, &CheckpointConfig::html, "", ANY,
      "page to write; without it the report is text on the terminal", PATH},
     {"json", EVAL | INSPECT, &CheckpointConfig::json, "", ANY,
-     "file to write: what the page of inspect shows; of eval a line for each set or text, with its loss, and for each "
-     "item of --hellaswag, with what was chosen and the loss of every ending",
+     "file to write: what the page of inspect shows; of eval a line for each set or text, with its loss, and for "
+     "--hellaswag, with its accuracies",
      PATH},
     {"text", EVAL | INSPECT, &CheckpointConfig::text, "", ANY,
      "files of text as it is, or .jsonl; - for stdin; inspect shows one, eval measures each", PATH},

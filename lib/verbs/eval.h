@@ -53,6 +53,15 @@ inline std::string evaluation_json(const std::string& checkpoint, const std::str
     return line.add("by_tokens_in_sight", ranges).to_text() + "\n";
 }
 
+inline std::string choices_json(const std::string& checkpoint, const std::string& file, const ChoiceResult& r) {
+    const Json line = {{"checkpoint", Json(checkpoint, true)},
+                       {"set", Json(file, true)},
+                       {"items", r.items},
+                       {"accuracy_per_token", {r.accuracy_per_token(), "%.9g"}},
+                       {"accuracy", {r.accuracy(), "%.9g"}}};
+    return line.to_text() + "\n";
+}
+
 inline void run_eval(Config c, World& world) {
     world.watchdog.start(c.stall_timeout, world.size);
     const TrainedModel trained = open_trained_model(c);
@@ -97,7 +106,7 @@ inline void run_eval(Config c, World& world) {
             stop_watching();
             if (world.rank == 0)
                 print("%s on %s: %s\n", printable(folder), printable(data.choices.file), describe_choices(r));
-            json += choice_items_text(data.choices, r);
+            json += choices_json(folder, data.choices.file, r);
         }
         if (world.rank == 0 && !c.json.empty()) write_output_file("json", c.json, json);
     });

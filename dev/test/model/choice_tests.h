@@ -69,9 +69,7 @@ TEST(choices_of_both_forms_are_read) {
     CHECK_EQUAL(cut.cut_endings, 1u);
     // Down into the ending, whose first token then has nothing before it.
     const ChoiceTask deep = choices::read(folder.file("a.jsonl"), 4);
-    CHECK_EQUAL(deep.rows[5]->cut, row.size() - 4);
-    CHECK_EQUAL(deep.rows[5]->cut_answers, 3u);  // of the 6
-    CHECK_EQUAL(deep.rows[5]->answers(), 3u);
+    CHECK_EQUAL(deep.rows[5]->answers(), 3u);  // of the 6
     for (const ChoiceRow* r : deep.rows) CHECK(r->first >= 1 && r->first < r->tokens.size());
 }
 
@@ -148,42 +146,25 @@ PROGRAM_TEST(run_answers_multiple_choice) {
     const std::string eval = "eval --from @/run --threads=1 ", of_task = eval + "--hellaswag @/task.jsonl ",
                       answer = format_text("hellaswag %.4f", accuracy[2]), said = printed(of_task);
     CHECK(holds(said, answer, "3 items"));
-    // Item by item.
-    REQUIRE_GOOD(run(of_task + "--json @/items"));
-    const ChoiceTask task = choices::read(file("task.jsonl"), 64);
-    size_t items = 0, right = 0, right_per_token = 0;
-    for (const std::string& line : lines_of(read_file(file("items")))) {
-        const Json item = parse_json(line, "items");
-        const auto &losses = item.array("losses", ""), &tokens = item.array("tokens", "");
-        REQUIRE(item.integer("item", "") == int64_t(items) && losses.size() == task.items[items].endings.size());
-        std::vector<double> plain, mean;
-        for (size_t i = 0; i < losses.size(); i++) {
-            plain.push_back(losses[i].number("")), mean.push_back(plain[i] / tokens[i].number(""));
-            CHECK_EQUAL(size_t(tokens[i].number("")), task.items[items].endings[i].answers());
-        }
-        const auto best = [](const std::vector<double>& x) { return std::min_element(x.begin(), x.end()) - x.begin(); };
-        CHECK(item.integer("by_loss", "") == best(plain) && item.integer("by_loss_per_token", "") == best(mean));
-        CHECK_EQUAL(size_t(item.integer("label", "")), task.items[items].label);
-        right += size_t(best(plain)) == task.items[items].label;
-        right_per_token += size_t(best(mean)) == task.items[items].label, items++;
-    }
-    CHECK(items == 3 && holds(said, format_text("%.4f by loss per token, %.4f by loss", double(right_per_token) / 3,
-                                                double(right) / 3)));
-    check({{of_task + "--json @/items", 1, {"--json", "items"}}});
-    // Rows that do not fit are counted, in training and in eval; in the file each has its own numbers.
+    REQUIRE_GOOD(run(of_task + "--json @/task.json"));
+    const Json line = parse_json(read_file(file("task.json")), "line");
+    CHECK(line.string("set", "") == file("task.jsonl") && line.integer("items", "") == 3);
+    CHECK_NEAR(line.number("accuracy_per_token", ""), accuracy[2], 1e-6);
+    CHECK(holds(said, format_text("%.4f by loss, ", line.number("accuracy", ""))));
+    check({{of_task + "--json @/task.json", 1, {"--json", "task.json"}}});
+    // Rows that do not fit are counted, in training and in eval.
     write("long", "{\"ctx\": \"a\", \"endings\": [\"" + std::string(77, 'b') + "\", \"" + std::string(62, 'c') +
                       "\", \"c\"], \"label\": 1}\n");
-    const Result cut = run(eval + "--hellaswag @/long --json @/cut");
+    const Result cut = run(eval + "--hellaswag @/long");
     CHECK(cut.status == 0 && holds(cut.err, "1 of 3 rows", "1 of them", "64"));
-    CHECK(holds(read_file(file("cut")), "\"cut_tokens\": [15, 0, 0], \"cut_ending_tokens\": [15, 0, 0]"));
     const Result cut_training = run("small --out=@/cut_run --hellaswag=@/long");
     CHECK(cut_training.status == 0 && lines_of(cut_training.err).size() == 1);
-    // Sets and texts have a line each, before the items. Of the task's lines none has a text.
+    // Sets and texts have a line each, before the task. Of the task's lines none has a text.
     write("a.txt", "a text of some length, as it stands in books");
     CHECK_EQUAL(run(of_task + "--val-data synthetic --text @/task.jsonl --json @/sets").status, 1);
     const std::string texts = printed(of_task + "--val-data synthetic --text @/a.txt --json @/sets");
     const std::vector<std::string> written = lines_of(read_file(file("sets")));
-    REQUIRE(written.size() == 2 + 3);
+    REQUIRE(written.size() == 2 + 1);
     for (size_t i = 0; i < 2; i++) {
         const Json set = parse_json(written[i], "sets");
         CHECK_EQUAL(set.string("set", ""), i ? file("a.txt") : std::string("synthetic"));
@@ -194,7 +175,7 @@ PROGRAM_TEST(run_answers_multiple_choice) {
         for (const Json& range : set.array("by_tokens_in_sight", "")) tokens += range.integer("tokens", "");
         CHECK_EQUAL(tokens, set.integer("tokens", ""));
     }
-    CHECK(parse_json(written[4], "sets").integer("item", "") == 2);
+    CHECK_EQUAL(written[2] + "\n", read_file(file("task.json")));
     if (!find_ranks("multiple choice on two ranks")) return;
     const Result two = run_on(2, of_task);
     CHECK(two.status == 0 && holds(two.out, answer));
