@@ -91,13 +91,9 @@ std::string print_sample(Model<Dev>& model, const Tokenizer& tokenizer, const Sa
     return printer.all;
 }
 
-// --interactive: continues each line of stdin in turn, by at most --tokens or up to an end-of-text. All that was said
-// before stays the beginning of the text, until the model's length is reached.
+// --interactive: each line of stdin is a prompt.
 template <class Dev>
-void converse(Model<Dev>& model, const Tokenizer& tokenizer, const Config& c) {
-    Decoder<Dev> decoder(model, c.seq_len, c.seq_len);
-    TokenPrinter printer = {tokenizer, false, ""};
-    std::vector<int32_t> unread = {tokenizer.end_of_text};  // said and not yet read by the model
+void continue_lines(Model<Dev>& model, const Tokenizer& tokenizer, const SampleConfig& c) {
     const auto ask = [] {
         if (isatty(STDIN_FILENO)) std::fputs("> ", stdout);
         std::fflush(stdout);
@@ -105,20 +101,7 @@ void converse(Model<Dev>& model, const Tokenizer& tokenizer, const Config& c) {
     ask();
     for (std::string line; std::getline(std::cin, line); ask()) {
         warn_of_end_of_text({line}, "--interactive");
-        const bool goes_on = unread.back() != tokenizer.end_of_text;
-        for (const uint16_t id : tokenizer.encode((goes_on ? "\n" : "") + line)) unread.push_back(id);
-        for (int64_t i = 0; i < c.tokens; i++) {
-            if (decoder.position + int64_t(unread.size()) > c.seq_len) {
-                if (i > 0) printer.end();
-                return complain(
-                    "the conversation has reached the %d tokens that the model was trained "
-                    "on at a time: begin another one",
-                    c.seq_len);
-            }
-            unread = {decoder.next(unread, c)};
-            if (!printer.print(unread[0])) break;
-        }
-        printer.end();
+        print_sample(model, tokenizer, c, c.tokens, false, line);
     }
 }
 
@@ -127,7 +110,7 @@ inline void run_sample(Config c, World& world) {
     const auto tokenizer = find_tokenizer(c);
     const std::vector<std::string> prompts = read_prompts(c);
     with_trained_model(c, *trained.weights, world, [&](auto& model) {
-        if (c.interactive) return converse(model, *tokenizer, c);
+        if (c.interactive) return continue_lines(model, *tokenizer, c);
         for (size_t i = 0; i < prompts.size(); i++) {
             if (prompts.size() > 1) print("%s--- prompt %d of %d ---\n", i ? "\n" : "", i + 1, prompts.size());
             print_sample(model, *tokenizer, c, c.tokens, false, prompts[i]);
