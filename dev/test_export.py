@@ -93,8 +93,12 @@ def written_bytes():
 # ----------------------------------------------------------------------------------------------------------------------
 # Comparisons.
 
-def load(folder):
-    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+def load(name, folder):
+    """-> the model. Neither it nor the file has a tensor that the other lacks."""
+    model, found = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
+    other = {kind: sorted(found[kind]) for kind in ("missing_keys", "unexpected_keys") if found[kind]}
+    report(not other, f"{name}: the tensors of the file are those of the model" + (f": {other}" if other else ""))
+    return model.eval()
 
 
 def tokens_of_shard(path):
@@ -330,7 +334,7 @@ def test(program, vocab_dir):
         program(*options.split(), "--out", run, "--eval-every", "0", "--sample-tokens", "0", "--data", data,
                 *(vocabulary[2:]))
         program("export", "--from", run, "--out", export)
-        model = load(program.file(export))
+        model = load(name, program.file(export))
         # No code of ours makes it, whichever class is asked for.
         tokenizer = PreTrainedTokenizerFast.from_pretrained(program.file(export))
         same = AutoTokenizer.from_pretrained(program.file(export), trust_remote_code=True)

@@ -126,26 +126,11 @@ inline std::vector<TensorView> find_tensors(const TensorList& table, const SafeT
     return tensors;
 }
 
-// Someone who gives the model a tensor has to teach the PyTorch model what it does.
-inline void require_known_to_pytorch(const TensorList& table) {
-    const std::string python(file_modeling_nsa, file_modeling_nsa_end);
-    for (const TensorSpec& spec : table.specs) {
-        std::string name = spec.name;
-        if (name.compare(0, 7, "layers.") == 0) name.erase(0, name.find('.', 7) + 1);
-        if (python.find("\"" + name + "\"") == std::string::npos)
-            fail(
-                "export: lib/report/hf/modeling_nsa.py does not know the tensor %s and would compute without it: add "
-                "it there, to its TENSORS too",
-                spec.name);
-    }
-}
-
 inline void export_checkpoint(Config c) {
     const std::string to = c.out;
     const TrainedModel model = open_trained_model(c);
     const std::unique_ptr<Tokenizer> tokenizer = find_tokenizer(c);
     const TensorTable table(c);
-    require_known_to_pytorch(table);
     const std::vector<TensorView> tensors = find_tensors(table, *model.weights);
     TextFiles files = tokenizer_files(*tokenizer, c.seq_len);
     files.emplace_back("modeling_nsa.py", std::string(file_modeling_nsa, file_modeling_nsa_end));
@@ -158,26 +143,12 @@ inline void export_checkpoint(Config c) {
     files.emplace_back("config.json", hf_config_json(c, end_of_text));  // the last: without it nobody takes the folder
     require_empty_folder(to, "export");
     make_folders(to);
-    try {
-        write_safetensors(to + "/model.safetensors", {{"format", "pt"}}, tensors);
-        for (const auto& [name, text] : files) write_text_file(to + "/" + name, text);
-        sync_folder(to);
-    } catch (const Error&) {
-        for (const std::string& name : folder_entries(to)) remove_tree(to + "/" + name);
-        throw;
-    }
+    write_safetensors(to + "/model.safetensors", {{"format", "pt"}}, tensors);
+    for (const auto& [name, text] : files) write_text_file(to + "/" + name, text);
+    sync_folder(to);
     print("export: %s, %d parameters, to %s\n", printable(model.checkpoint.folder), table.parameters, printable(to));
     print("load it with: AutoModelForCausalLM.from_pretrained(%s, trust_remote_code=True)\n",
           printable(json_quote(to, true)));
-}
-
-// tokens: rows of the embedding.
-inline void require_embedding_of(const std::string& path, int64_t tokens, int64_t vocabulary) {
-    if (tokens == vocabulary) return;
-    fail(
-        "%s: the embedding was resized to %d tokens, and the vocabulary has %d: added tokens cannot be imported; "
-        "model.resize_token_embeddings(%d) takes them back",
-        path, tokens, vocabulary, vocabulary);
 }
 
 // The config.json of an export, or of what transformers saved again, in c.
@@ -189,9 +160,6 @@ inline void read_hf_config(Config& c, const std::string& folder) {
     if (!type || type->kind != Json::String || type->text != "nsa" || !root.find("architecture"))
         fail("%s: model_type is %s, expected \"nsa\": it is no folder that export wrote", path,
              type && type->kind == Json::String ? json_quote(type->text) : "missing");
-    const Json* const words = root.find("tokenizer");
-    if (words && words->text == "bytes")
-        require_embedding_of(path, root.get("vocab_size", path).whole_number(path + ": vocab_size"), 256);
     read_config_json(c, path);
 }
 
@@ -199,10 +167,11 @@ inline void read_hf_config(Config& c, const std::string& folder) {
 inline std::unique_ptr<Tokenizer> read_hf_vocabulary(const Config& c, const std::string& folder) {
     if (c.tokenizer == "bytes" || !holds_vocabulary(folder)) return nullptr;
     auto found = std::make_unique<Tokenizer>(Tokenizer::gpt2(folder));
-    if (c.vocab_digest && c.vocab_digest != found->digest())
-        fail("%s holds other tokens (digest %08x) than the model's vocabulary (%08x): put back the one of the export",
-             found->source, found->digest(), c.vocab_digest);
-    require_embedding_of(folder + "/config.json", c.vocab_size, found->vocab_size());
+    if (c.vocab_size != found->vocab_size() || (c.vocab_digest && c.vocab_digest != found->digest()))
+        fail(
+            "%s holds other tokens (%d, digest %08x) than the model's vocabulary (%d, %08x): put back what export "
+            "wrote",
+            found->source, found->vocab_size(), found->digest(), c.vocab_size, c.vocab_digest);
     return found;
 }
 
@@ -225,18 +194,13 @@ inline void import_checkpoint(Config c) {
     require_finite(file);
     require_empty_folder(to, "import");
     make_folders(to);
-    const std::string writing = begin_checkpoint(to, 0), vocabulary = to + "/" + VOCABULARY_OF_RUN;
-    std::vector<FileRecord> records;
-    try {
-        if (tokenizer) write_vocabulary(c.vocab_dir = vocabulary, tokenizer->tokens, tokenizer->halves_of);
-        records.push_back(write_safetensors(writing + "/model.safetensors", {{"format", "pt"}}, tensors));
-        records.push_back(write_text_file(writing + "/config.json", config_json(c)));
-        commit_checkpoint(to, 0, records, "{\"imported\": true, \"options\": " + manifest_json(c) + "}");
-    } catch (const Error&) {
-        abandon_checkpoint(to, 0);
-        remove_tree(vocabulary);
-        throw;
-    }
+    const std::string writing = begin_checkpoint(to, 0);
+    const std::vector<FileRecord> records = {
+        write_safetensors(writing + "/model.safetensors", {{"format", "pt"}}, tensors),
+        write_text_file(writing + "/config.json", config_json(c))};
+    if (tokenizer)
+        write_vocabulary(c.vocab_dir = to + "/" + VOCABULARY_OF_RUN, tokenizer->tokens, tokenizer->halves_of);
+    commit_checkpoint(to, 0, records, "{\"imported\": true, \"options\": " + manifest_json(c) + "}");
     print("import: %s, %d parameters, to %s\n", printable(from), table.parameters, printable(to));
     const bool knows_tokens = tokenizer || c.tokenizer == "bytes";
     print("next:   %s sample --from %s%s --prompt \"...\"\n", shell_word(program_name), shell_word(to),

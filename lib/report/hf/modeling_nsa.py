@@ -19,16 +19,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from .configuration_nsa import NsaConfig
 
 QUERIES_AT_A_TIME = 256  # the weights of so many queries are in memory at once, so memory grows linearly with S
-# The tensors of the model and of each layer. `export` refuses a model that has others, which this file would not use.
-TENSORS = (
-    "embed_tokens.weight", "smear.gate.weight", "smear.scale.weight", "norm.weight", "head.weight",
-    "attn_norm.weight", "attn.q_proj.weight", "attn.k_cmp_proj.weight", "attn.v_cmp_proj.weight",
-    "attn.k_slc_proj.weight", "attn.v_slc_proj.weight", "attn.k_win_proj.weight", "attn.v_win_proj.weight",
-    "attn.q_norm.weight", "attn.k_cmp_norm.weight", "attn.k_slc_norm.weight", "attn.k_win_norm.weight",
-    "attn.gate_proj.weight", "attn.phi_k.fc1.weight", "attn.phi_k.fc1.bias", "attn.phi_k.fc2.weight",
-    "attn.phi_v.fc1.weight", "attn.phi_v.fc1.bias", "attn.phi_v.fc2.weight", "attn.o_proj.weight",
-    "mlp_norm.weight", "mlp.fc1.weight", "mlp.fc2.weight",
-)
 SMALLEST_WEIGHT = math.exp(-87)  # the trainer takes smaller ones, where fp32 loses precision, as 0: so blocks tie alike
 # By this name Trainer's label smoothing knows that a label stands at the position before it
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault("nsa", "NsaForCausalLM")
