@@ -1121,9 +1121,9 @@ struct Run {
 
     // If all ranks fail between two steps, what they have learnt must not be lost. Returns what the error says of it.
     std::string save_despite_error() {
-        while (!pending.empty()) error_of([&] { finish_step(); });     // to learn which of them changed the weights
+        while (!pending.empty()) error_of([&] { finish_step(); });  // to learn which of them changed the weights
         if (state.last_update > saver.last_saved_step()) save_last();
-        if (!is_first()) world.barrier();                              // rank 0 ends the program on all ranks
+        if (!is_first()) world.barrier();  // rank 0 ends the program on all ranks
         return saver.describe_last();
     }
 
