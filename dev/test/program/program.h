@@ -19,6 +19,7 @@
 
 #include "../harness.h"
 
+#include "../../../dataloader.h"
 #include "../../../lib/data/synthetic.h"
 #include "../../../lib/model/sampling.h"
 #include "../../../lib/model/schedule.h"
