@@ -1198,8 +1198,9 @@ int train_run(Run<Dev>& run, const Config& c, const Machine& machine, bool memor
     }
     const int64_t first_step = run.state.step;
     run.printer.start(first_step);
-    const bool left = run.state.validation_interrupted || (first_step == c.steps && !run.state.was_validated);
-    if (first_step == 0 || left) run.validate();
+    const bool owes_validation =
+        run.state.validation_interrupted || (first_step == c.steps && !run.state.was_validated);
+    if (first_step == 0 || owes_validation) run.validate();
     if (first_step > 0 && run.state.validation.step == first_step) run.save();  // its checkpoint says so from now on
     run.printer.start_clock();
     try {

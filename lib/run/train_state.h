@@ -33,9 +33,8 @@ inline std::string state_json(const TrainState& s, const std::string& options, i
                               const std::vector<std::string>& shards = {}) {
     std::string text = format_text("{\"tokens\": %d, \"last_update\": %d, \"bad_steps\": %d, \"ranks\": %d", s.tokens,
                                    s.last_update, s.bad_steps, ranks);
-    text += ",\n \"loader\": [";
-    for (size_t i = 0; i < s.loader.size(); i++) text += format_text("%s%d", i ? ", " : "", int64_t(s.loader[i]));
-    text += "],\n \"shards\": [";
+    text += ",\n \"loader\": " + Json::list(std::vector<int64_t>(s.loader.begin(), s.loader.end())).to_text() +
+            ",\n \"shards\": [";
     for (size_t i = 0; i < shards.size(); i++) text += (i ? ",\n  " : "") + json_quote(shards[i], true);
     text += "]";
     const Validation& v = s.validation;
