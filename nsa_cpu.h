@@ -299,7 +299,7 @@ struct Cpu : HostRuntime, HostOptimiser<real_> {
                         real* row = out.kv[slot] + ((size_t(b) * s.G + g) * s.T + t) * D;
                         place_head(row, in, s.gain_of(gains, slot), is_rotated(slot), t, D);
                     }
-                for (int head = 0; !s.full && head < s.H; head++)
+                for (int head = 0; !s.window_only && head < s.H; head++)
                     for (int branch = 0; branch < BRANCHES; branch++)
                         out.gate[branch * s.query_rows() + s.query_row(b * s.H + head, t)] =
                             s.left_out >> branch & 1 ? 0 : sigmoid(in[s.gate_logit(head, branch)]);
@@ -329,7 +329,7 @@ struct Cpu : HostRuntime, HostOptimiser<real_> {
                         place_head_backward(out, s.gain_of(sums, slot), dout, s.gain_of(gains, slot), is_rotated(slot),
                                             t, D, turned.data());
                     }
-                for (int head = 0; !s.full && head < s.H; head++)
+                for (int head = 0; !s.window_only && head < s.H; head++)
                     for (int branch = 0; branch < BRANCHES; branch++)
                         out[s.gate_logit(head, branch)] =
                             d.gate[branch * s.query_rows() + s.query_row(b * s.H + head, t)];
@@ -493,7 +493,7 @@ struct Cpu : HostRuntime, HostOptimiser<real_> {
                 real* const sum = out + s.output_row(head, t) * D;
                 std::fill_n(sum, D, real(0));
                 for (int i = 0; i < s.branches(); i++) {
-                    const real g = s.full ? real(1) : gate[i * rows + row];
+                    const real g = s.window_only ? real(1) : gate[i * rows + row];
 #pragma omp simd
                     for (size_t x = 0; x < D; x++) sum[x] += g * o[(i * rows + row) * D + x];
                 }
@@ -511,13 +511,13 @@ struct Cpu : HostRuntime, HostOptimiser<real_> {
                     const size_t row = i * s.query_rows() + s.query_row(head, t);
                     const size_t D = size_t(s.D);
                     const real *d = dout + s.output_row(head, t) * D, *from = o + row * D,
-                               g = s.full ? real(1) : gate[row];
+                               g = s.window_only ? real(1) : gate[row];
                     real r = 0;
 #pragma omp simd reduction(+ : r)
                     for (size_t x = 0; x < D; x++) r += d[x] * from[x];
                     row_dot[row] = r;
                     lse_gated[row] = lse[row] - std::log(g);
-                    if (!s.full) dgate_logit[row] = r * g * (1 - g);
+                    if (!s.window_only) dgate_logit[row] = r * g * (1 - g);
                 }
     }
 

@@ -769,7 +769,7 @@ inline size_t select_shared_bytes(const NsaShape& s) {
                          size_t(s.selection_words()) * sizeof(uint32_t)});
 }
 inline void check_shape(const NsaShape& s) {
-    if (s.full) return;
+    if (s.window_only) return;
     const size_t bytes = select_shared_bytes(s);
     if (bytes > max_shared_of_device())
         fail_usage(
@@ -877,7 +877,7 @@ __global__ void __launch_bounds__(128)
         store(to + i, low);
         store(to + half + i, high);
     }
-    if (s.full) return;
+    if (s.window_only) return;
     for (int i = threadIdx.x; i < BRANCHES * s.H; i += blockDim.x)
         out.gate[i % BRANCHES * rows + (b * s.H + i / BRANCHES) * s.queries + j] =
             s.left_out >> i % BRANCHES & 1 ? 0 : sigmoid(float(in[units * s.D + i]));
@@ -1144,7 +1144,7 @@ __global__ void __launch_bounds__(256)
     const size_t row = row_index();
     if (row >= rows) return;
     const RowPlace place(unsigned(row), s);
-    const float* const of_row = s.full ? nullptr : gate + row;
+    const float* const of_row = s.window_only ? nullptr : gate + row;
     for (int x = threadIdx.x % ROW_LANES * W; x < s.D; x += ROW_LANES * W)
         combine<W>(out + place.by_token * s.D + x, o + row * s.D + x, of_row, s.branches(), rows, s.D);
 }
@@ -1167,10 +1167,10 @@ __global__ void __launch_bounds__(256)
         }
         dot = lane_sum<ROW_LANES>(dot);
         if (threadIdx.x % ROW_LANES != 0 || index >= rows) continue;
-        const float g = s.full ? 1 : gate[at];
+        const float g = s.window_only ? 1 : gate[at];
         row_dot[at] = dot;
         lse_gated[at] = lse[at] - logf(g);
-        if (!s.full) dgate_logit[at] = dot * g * (1 - g);
+        if (!s.window_only) dgate_logit[at] = dot * g * (1 - g);
     }
 }
 
@@ -1927,7 +1927,7 @@ inline size_t attention_backward_bytes(const NsaShape& s, AttentionPath asked) {
     WorkspacePieces of_queries{nullptr}, of_selected{nullptr}, of_compressed{nullptr};  // one after the other
     with_head_dimension(s.D, [&](auto dimension) {
         constexpr int D = decltype(dimension)::value;
-        if (s.full || s.query_rows() == 0) return;
+        if (s.window_only || s.query_rows() == 0) return;
         const SelectedKernel dq = resolve_dq<D>(asked, s);
         if (dq == SelectedKernel::AUTO) selection_counts<D>(of_queries, s);
         if (dq != SelectedKernel::TILES) gathered_dq<D>(of_queries, s);
@@ -2001,7 +2001,7 @@ inline void launch_attention_backward(const LayerGradients<bf16, float>& d, cons
     const WorkspacePieces scratch{static_cast<char*>(workspace.data)};
     const bool selects = branches >> SLC & 1;
     const SelectedKernel dq = selects ? resolve_dq<D>(asked, s) : SelectedKernel::TILES;
-    DqOptions options = {rope, s.projected(), nullptr, nullptr, branches, s.full ? WIN : CMP};
+    DqOptions options = {rope, s.projected(), nullptr, nullptr, branches, s.window_only ? WIN : CMP};
     if (dq != SelectedKernel::TILES) {
         WorkspacePieces pieces = scratch;
         options.choice = choose_selected<D>(dq, asked.warpgroups, pieces, workspace.choice, in.selection, s, stream);
@@ -2034,8 +2034,8 @@ inline size_t select_blocks_room(const NsaShape& s) {
 // Refuses shapes that the kernels do not have, before anything is allocated for them.
 inline void check_shape(const NsaShape& s, AttentionPath asked = SelectedKernel::AUTO) {
     with_head_dimension(s.D, [&](auto D) {
-        check_attention_shape(s.full ? 1u << WIN : EVERY_BRANCH, s);
-        if (s.full) return;
+        check_attention_shape(s.window_only ? 1u << WIN : EVERY_BRANCH, s);
+        if (s.window_only) return;
         resolve_selected<D()>(asked, s);
         ScoreBuffers<D()>::bytes(attention_shape(CMP, s, SCORE_TOKENS));
     });
@@ -2399,7 +2399,7 @@ struct Cuda : CudaOptimiser {
         if (plain_attention) return backward_by_branches(*this, d, in, s);
 #ifndef PRECISION_FP32
         const ProfileRange range("attention backward");
-        backward_on_tensor_cores(s.full ? 1u << WIN : EVERY_BRANCH, d, in, s);
+        backward_on_tensor_cores(s.window_only ? 1u << WIN : EVERY_BRANCH, d, in, s);
 #endif
     }
 #ifndef PRECISION_FP32
@@ -2436,10 +2436,10 @@ struct Cuda : CudaOptimiser {
         if (plain_attention) return combine_by_branches(*this, out, in, s);
 #ifndef PRECISION_FP32
         const ProfileRange range("attention: selected and window");
-        const ForwardOptions options = {s.full ? 1u << WIN : OTHERS, s.full ? WIN : CMP, nullptr};
-        forward_on_tensor_cores(out, in, s, options, attention_path(),
-                                attention_workspace(attention_forward_bytes(s.full ? WIN : SLC, s, attention_path())),
-                                stream);
+        const ForwardOptions options = {s.window_only ? 1u << WIN : OTHERS, s.window_only ? WIN : CMP, nullptr};
+        forward_on_tensor_cores(
+            out, in, s, options, attention_path(),
+            attention_workspace(attention_forward_bytes(s.window_only ? WIN : SLC, s, attention_path())), stream);
 #endif
     }
     void combine_forward(real* out, const real* o, const Stat* gate, const NsaShape& s) {
@@ -2475,7 +2475,7 @@ struct Cuda : CudaOptimiser {
     // How the selected branch is computed for this shape, in words; AUTO: as the last forward or backward pass chose.
     // Waits for the GPU.
     std::string describe_selected(const NsaShape& s) {
-        if (s.full) return "no selected branch";
+        if (s.window_only) return "no selected branch";
         if (plain_attention) return format_text("selected branch by %s", ATTENTION_KERNELS[PLAIN_KERNEL].words);
         SelectedKernel kernel = selected_kernel, dkdv = kernel;
         const bool on_warpgroups = warpgroups && has_warpgroups(s.D);

@@ -412,7 +412,7 @@ struct Activations {
                 acts.selection,
                 dattn,   // dout
                 acts.o,  // and what follows: the forward pass's
-                s.full ? nullptr : acts.gate,
+                s.window_only ? nullptr : acts.gate,
                 acts.lse};
     }
     typename Dev::HeadGradients head_gradients(const NsaShape& s) const {
@@ -452,8 +452,8 @@ struct Activations {
     void place_buffers(const NsaShape& s, bool training, Layer* acts, bool own) {
         const size_t N = size_t(s.B) * s.queries, D = size_t(s.D), words = s.selection_words();
         const size_t kv_rows = s.branches() * s.key_rows(), cmp_rows = s.cmp_rows();
-        const size_t branch_rows = s.branches() * N * s.H, gates = s.full ? 0 : branch_rows,
-                     selections = s.full ? 0 : N * s.G;
+        const size_t branch_rows = s.branches() * N * s.H, gates = s.window_only ? 0 : branch_rows,
+                     selections = s.window_only ? 0 : N * s.G;
         const bool costly = training && recompute < 2, cheap = training && recompute < 1, cached = costly || !training;
         // With --qk-norm the layers keep the projection, which the backward pass needs, and split it again.
         const bool heads = cached && !(training && s.qk_norm);
@@ -487,7 +487,7 @@ void forward_layer(const Model<Dev>& model, Activations<Dev>& a, size_t i, const
     dev.rmsnorm_forward(acts.attn_normed, acts.attn_rstd, acts.x, w.attn_norm, N, C);
     dev.matmul_forward(acts.projected, acts.attn_normed, w.in_proj, nullptr, N, C, s.projected());
     dev.split_heads_forward(h, acts.projected, w.head_gains, s);
-    if (!s.full) {
+    if (!s.window_only) {
         dev.compress_forward(acts.compressed, acts.phi_hidden, h.kv[K_CMP], h.kv[V_CMP], w.phis(), s);
         dev.attend_and_select(acts.o, acts.lse, again ? nullptr : acts.selection,
                               a.collect_statistics ? acts.chosen_importance : nullptr, in.q, in.k[CMP], in.v[CMP], s);
@@ -621,7 +621,7 @@ void backward_branches(Model<Dev>& model, Activations<Dev>& a, size_t i) {
                            a.row_dot,
                            a.lse_gated},
                           a.attention_inputs(acts, s), s);
-    if (s.full) return;
+    if (s.window_only) return;
     // compressed = phi(blocks of k_cmp), phi(blocks of v_cmp)
     dev.compress_backward(d.kv[K_CMP], d.kv[V_CMP], dw.phis(), a.dcompressed, acts.phi_hidden, h.kv[K_CMP], h.kv[V_CMP],
                           w.phis(), s);

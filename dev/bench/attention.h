@@ -97,7 +97,7 @@ struct AttentionSet {
                 selection,
                 dout,
                 o,
-                shape.full ? nullptr : gate,
+                shape.window_only ? nullptr : gate,
                 lse};
     }
     // The backward pass of one branch of this shape, with its row terms where the kernels compute them themselves. dq:
@@ -252,7 +252,7 @@ inline std::vector<AttentionRow> time_attention(Timed<Cuda>& dev, const NsaShape
     add_whole(WHOLE_SHARED, NSA_SHARED);
 
     NsaShape full = s;
-    full.full = true;
+    full.window_only = full.sees_all = true;
     const double full_split = split_heads_forward(full);
     branch("full: attention", WIN, full, nullptr, FULL);
     sum("full: merged heads", full, FULL);

@@ -72,7 +72,7 @@ inline Work branches_backward_work(const NsaShape& s, double real, unsigned bran
         if (!s.has(branch) || !(branches >> branch & 1)) continue;
         const Work one = attention_backward_work(branch, s, real);
         work.flops += one.flops + 2 * q;
-        work.bytes += one.bytes - 4 * (branch == WIN ? 1 : 2) * q + real * q + 4 * rows * (s.full ? 3 : 5);
+        work.bytes += one.bytes - 4 * (branch == WIN ? 1 : 2) * q + real * q + 4 * rows * (s.window_only ? 3 : 5);
     }
     return work;
 }
@@ -86,9 +86,9 @@ inline Work select_blocks_work(const NsaShape& s, double real) {
 }
 // projected; q, the heads of keys and values, the gates. Each rotated pair (q, k_slc, k_win) takes six operations.
 inline Work split_heads_forward_work(const NsaShape& s, double real) {
-    const double tokens = double(s.B) * s.queries, heads = double(s.H + (s.full ? 2 : 6) * s.G) * s.D;
-    return {3 * tokens * (s.H + (s.full ? 1 : 2) * s.G) * s.D,
-            tokens * (real * (s.projected() + heads) + (s.full ? 0 : 4.0 * 3 * s.H))};
+    const double tokens = double(s.B) * s.queries, heads = double(s.H + (s.window_only ? 2 : 6) * s.G) * s.D;
+    return {3 * tokens * (s.H + (s.window_only ? 1 : 2) * s.G) * s.D,
+            tokens * (real * (s.projected() + heads) + (s.window_only ? 0 : 4.0 * 3 * s.H))};
 }
 // The same backwards, with dq in fp32, or without q.
 inline Work split_heads_backward_work(const NsaShape& s, double real, bool with_q) {
@@ -114,8 +114,8 @@ inline Work compress_backward_work(const NsaShape& s, double real) {
 }
 // The branches' outputs, their sum; the gates
 inline Work combine_forward_work(const NsaShape& s, double real) {
-    const double rows = double(s.query_rows()), branches = s.full ? 1 : 3;
-    return {2 * branches * rows * s.D, real * (branches + 1) * rows * s.D + (s.full ? 0 : 4 * branches * rows)};
+    const double rows = double(s.query_rows()), branches = s.window_only ? 1 : 3;
+    return {2 * branches * rows * s.D, real * (branches + 1) * rows * s.D + (s.window_only ? 0 : 4 * branches * rows)};
 }
 
 // The selected branch and the window, which read q once, and the sum, which still has their outputs at hand and reads
@@ -123,14 +123,15 @@ inline Work combine_forward_work(const NsaShape& s, double real) {
 inline Work attend_and_combine_work(const NsaShape& s, double real) {
     const Work sum = combine_forward_work(s, real), win = attention_forward_work(WIN, s, real);
     const double q = double(s.query_rows()) * s.D;
-    if (s.full) return {win.flops + sum.flops, win.bytes + sum.bytes - real * q};
+    if (s.window_only) return {win.flops + sum.flops, win.bytes + sum.bytes - real * q};
     const Work slc = attention_forward_work(SLC, s, real);
     return {slc.flops + win.flops + sum.flops, slc.bytes + win.bytes + sum.bytes - 3 * real * q};
 }
 // dout, the branches' outputs; lse, row_dot, lse_gated, and with gates those and their gradients
 inline Work attention_backward_rows_work(const NsaShape& s, double real) {
-    const double rows = double(s.query_rows()), branches = s.full ? 1 : 3;
-    return {2 * branches * rows * s.D, real * (branches + 1) * rows * s.D + 4 * branches * rows * (s.full ? 3 : 5)};
+    const double rows = double(s.query_rows()), branches = s.window_only ? 1 : 3;
+    return {2 * branches * rows * s.D,
+            real * (branches + 1) * rows * s.D + 4 * branches * rows * (s.window_only ? 3 : 5)};
 }
 
 // The engine Dev with a clock around every operation.
@@ -326,7 +327,9 @@ struct Timed : Dev {
               [&] { Dev::compress_backward(dk, dv, dphi, dout, hidden, k, v, phi, s); });
     }
     static const char* branch_name(Branch b) { return b == CMP ? "compressed" : b == SLC ? "selected" : "window"; }
-    static std::string branch_name(Branch b, const NsaShape& s) { return s.full ? "full attention" : branch_name(b); }
+    static std::string branch_name(Branch b, const NsaShape& s) {
+        return s.window_only ? "full attention" : branch_name(b);
+    }
     void attention_forward(Branch branch, real* out, Stat* lse, const real* q, const real* k, const real* v,
                            const uint32_t* selection, const NsaShape& s) {
         clock("attention_forward, " + branch_name(branch, s), attention_forward_work(branch, s, sizeof(real)),
@@ -340,7 +343,7 @@ struct Timed : Dev {
     void branches_backward(const LayerGradients<real, Stat>& d, const LayerInputs<real, Stat>& in, const NsaShape& s) {
         if constexpr (!Dev::on_host)
             if (!this->plain_attention)
-                return clock(s.full ? "attention_backward, full attention" : "attention_backward, all branches",
+                return clock(s.window_only ? "attention_backward, full attention" : "attention_backward, all branches",
                              branches_backward_work(s, sizeof(real)), [&] { Dev::branches_backward(d, in, s); });
         backward_by_branches(*this, d, in, s);
     }
@@ -362,8 +365,9 @@ struct Timed : Dev {
     void attend_and_combine(const LayerOutputs<real, Stat>& out, const LayerInputs<real, Stat>& in, const NsaShape& s) {
         if constexpr (!Dev::on_host)
             if (!this->plain_attention)
-                return clock(s.full ? "attention_forward, full attention" : "attention_forward, selected, window, sum",
-                             attend_and_combine_work(s, sizeof(real)), [&] { Dev::attend_and_combine(out, in, s); });
+                return clock(
+                    s.window_only ? "attention_forward, full attention" : "attention_forward, selected, window, sum",
+                    attend_and_combine_work(s, sizeof(real)), [&] { Dev::attend_and_combine(out, in, s); });
         combine_by_branches(*this, out, in, s);
     }
     void combine_forward(real* out, const real* o, const Stat* gate, const NsaShape& s) {

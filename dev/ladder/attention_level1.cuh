@@ -41,7 +41,7 @@ __device__ inline float dot(const float* a, const float* b, int D) {
 // Whether query `row` of [B, H, T], at position t, sees a key.
 __device__ inline bool sees(Branch branch, size_t row, int t, int key, const uint32_t* selection, const NsaShape& s) {
     if (branch == CMP) return key < s.cmp_blocks(t + 1);
-    if (key > t || (branch == WIN && !s.full && t - key >= s.window)) return false;
+    if (key > t || (branch == WIN && !s.sees_all && t - key >= s.window)) return false;
     return branch != SLC || is_selected(plain::Query(row, selection, s).mask, key / s.slc_block);
 }
 // visible [TILE]: for each query of a tile, bit i is set where it sees key key0 + i. Returns whether one of them sees
@@ -71,7 +71,7 @@ HOST_DEVICE inline int tiles_of(int rows) { return (rows + TILE - 1) / TILE; }
 // The tiles of keys that queries t0 .. t0 + TILE - 1 may see: begin .. end-1
 __device__ inline KeyRange key_tiles(Branch branch, int t0, const NsaShape& s) {
     const int last = min(t0 + TILE, s.T), end = branch == CMP ? s.cmp_blocks(last) : last;
-    return {branch == WIN && !s.full ? max(0, t0 + 1 - s.window) / TILE : 0, tiles_of(end)};
+    return {branch == WIN && !s.sees_all ? max(0, t0 + 1 - s.window) / TILE : 0, tiles_of(end)};
 }
 
 // As plain::forward_kernel. One block per 32 queries of a head.

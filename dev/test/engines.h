@@ -211,10 +211,10 @@ struct ShapeReport {
     ~ShapeReport() {
         if (tests().failed_checks > failed && tests().failed_checks <= 10)
             std::printf(
-                "    with %s, B %d T %d first %d queries %d H %d G %d D %d l %d d %d l' %d n %d w %d F %d full "
-                "%d\n",
+                "    with %s, B %d T %d first %d queries %d H %d G %d D %d l %d d %d l' %d n %d w %d F %d "
+                "window only %d sees all %d\n",
                 engine, s.B, s.T, s.first, s.queries, s.H, s.G, s.D, s.l, s.d, s.slc_block, s.slc_count, s.window, s.F,
-                int(s.full));
+                s.window_only, s.sees_all);
     }
 };
 // Whether the engine has this shape; where it refuses, its words are a skip.

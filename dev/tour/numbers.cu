@@ -159,7 +159,7 @@ struct SmallAttention {
     SmallAttention() {
         s.T = s.queries = s.window = T;
         s.D = D;
-        s.H = s.G = s.full = 1;
+        s.H = s.G = s.window_only = s.sees_all = 1;
         forward();
     }
     void forward() { dev.attention_forward(WIN, out, lse, q, k, v, nullptr, s); }

@@ -134,10 +134,10 @@ inline AttentionShape attention_shape(Branch branch, const NsaShape& s, int tile
     a.tiles = (s.queries + a.tile_tokens - 1) / a.tile_tokens;
     a.l = s.l;
     a.d = s.d;
-    a.window = s.sees_all() ? s.T : s.window;
+    a.window = s.sees_all ? s.T : s.window;
     a.slc_block = s.slc_block;
     a.slc_count = s.slc_count;
-    a.words = s.full ? 0 : s.selection_words();
+    a.words = s.window_only ? 0 : s.selection_words();
     a.slc_tiles = std::max(1, s.slc_block / KEY_TILE);
     a.by_slc_tiles = Divisor(a.slc_tiles);
     while (a.slc_shift < 6 && (1 << a.slc_shift) < s.slc_block) a.slc_shift++;

@@ -53,43 +53,42 @@ struct NsaShape {
     int F = 0;                // hidden width of the compressor phi
     int rope_base = 10000;    // of RoPE's angles
     int qk_norm = 0;          // 1: --qk-norm: heads of q and of the keys are normed before RoPE
-    int full = 0;           // 1: the window branch alone, over all tokens, its gate fixed to 1; of a model: no layer is
-                            // NSA's, so that its buffers are those of the largest layer
-    int near = 0;           // 1: with full, a query sees w keys in place of all: a layer of a window
-    unsigned kinds = 0;     // --attention: the LayerKind of each layer of the pattern, two bits each from the lowest
-    int period = 1;         // layers of the pattern
-    unsigned left_out = 0;  // --branches: bit b is set where branch b is left out, which is a gate of 0
+    int window_only = 0;      // 1: the window branch alone, its gate fixed to 1; of a model: no layer is NSA's, so that
+                              // its buffers are those of the largest layer
+    int sees_all = 0;         // 1: with window_only, over all tokens: a layer of full attention
+    unsigned kinds = 0;       // --attention: the LayerKind of each layer of the pattern, two bits each from the lowest
+    int period = 1;           // layers of the pattern
+    unsigned left_out = 0;    // --branches: bit b is set where branch b is left out, which is a gate of 0
 
     HOST_DEVICE int heads_per_group() const { return H / G; }
     double scale() const { return 1 / std::sqrt(double(D)); }
 
     // Branches. Outputs, gates and row statistics are arrays [branches(), ...]; a branch's share is at branch_slot().
-    bool has(Branch branch) const { return !full || branch == WIN; }
-    HOST_DEVICE int branches() const { return full ? 1 : BRANCHES; }
-    int branch_slot(Branch branch) const { return full ? 0 : int(branch); }
-    HOST_DEVICE bool sees_all() const { return full && !near; }
+    bool has(Branch branch) const { return !window_only || branch == WIN; }
+    HOST_DEVICE int branches() const { return window_only ? 1 : BRANCHES; }
+    int branch_slot(Branch branch) const { return window_only ? 0 : int(branch); }
     LayerKind kind_of_layer(size_t i) const { return LayerKind(kinds >> 2 * (i % size_t(period)) & 3); }
     NsaShape of_layer(size_t i) const {
         NsaShape s = *this;
-        s.full = kind_of_layer(i) != NSA_LAYER;
-        s.near = kind_of_layer(i) == WINDOW_LAYER;
+        s.window_only = kind_of_layer(i) != NSA_LAYER;
+        s.sees_all = kind_of_layer(i) == FULL_LAYER;
         return s;
     }
 
     // Query t sees cmp_blocks(t + 1) compressed blocks.
     HOST_DEVICE int cmp_blocks(int tokens) const { return blocks_within(tokens, l, d); }
-    HOST_DEVICE int cmp_capacity() const { return full ? 0 : cmp_blocks(T); }
+    HOST_DEVICE int cmp_capacity() const { return window_only ? 0 : cmp_blocks(T); }
     // A selection is a bitmask of selection_words() words, see is_selected.
     HOST_DEVICE int slc_blocks() const { return (T + slc_block - 1) / slc_block; }
     HOST_DEVICE int selection_words() const { return (slc_blocks() + 31) / 32; }
 
     // Columns of the fused input projection: q | the keys and values, by HeadSlot | gate logits | padding to 8 columns.
-    HOST_DEVICE int first_slot() const { return full ? K_WIN : K_CMP; }
+    HOST_DEVICE int first_slot() const { return window_only ? K_WIN : K_CMP; }
     HOST_DEVICE int head_slots() const { return HEAD_SLOTS - first_slot(); }
     HOST_DEVICE static bool holds_values(int slot) { return slot % 2; }
     HOST_DEVICE int head_units() const { return H + head_slots() * G; }  // heads in a row, of D columns each
     static int gate_logit(int head, int branch) { return BRANCHES * head + branch; }
-    int gate_logits() const { return full ? 0 : BRANCHES * H; }
+    int gate_logits() const { return window_only ? 0 : BRANCHES * H; }
     int gate_columns() const { return (gate_logits() + 7) / 8 * 8; }
     int projected() const { return head_units() * D + gate_columns(); }
 
@@ -196,7 +195,7 @@ inline double attention_pairs(Branch branch, const NsaShape& s) {
     double pairs = 0;
     for (int t = s.first; t < s.first + s.queries; t++) {
         if (branch == CMP) pairs += s.cmp_blocks(t + 1);
-        else if (branch == WIN) pairs += s.sees_all() ? t + 1 : std::min(t + 1, s.window);
+        else if (branch == WIN) pairs += s.sees_all ? t + 1 : std::min(t + 1, s.window);
         else pairs += std::min(t / s.slc_block, s.slc_count - 1) * s.slc_block + t % s.slc_block + 1;
     }
     return pairs * s.B * s.H;

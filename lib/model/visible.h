@@ -14,7 +14,7 @@ struct KeyRange {
 // The keys that query t may see by its position alone, whichever blocks it chose.
 HOST_DEVICE inline KeyRange causal_range(Branch branch, int t, const NsaShape& s) {
     if (branch == CMP) return {0, s.cmp_blocks(t + 1)};
-    return {branch == WIN && !s.sees_all() && t >= s.window ? t - s.window + 1 : 0, t + 1};
+    return {branch == WIN && !s.sees_all && t >= s.window ? t - s.window + 1 : 0, t + 1};
 }
 // The keys of query t are the union of these ranges, oldest first: one, or in the selected branch one for each block up
 // to its own, which is empty where the block was not chosen. mask: the selection of (t, group), in that branch.
@@ -30,6 +30,6 @@ HOST_DEVICE inline KeyRange key_range(Branch branch, int range, int t, const uin
 // The converse: the queries that may see a key; in the selected branch those of them that chose its block do.
 HOST_DEVICE inline KeyRange query_range(Branch branch, int key, const NsaShape& s) {
     const int begin = branch == CMP ? last_token(key, s.l, s.d) : key;
-    const bool ends = branch == WIN && !s.sees_all() && s.window < s.T - key;
+    const bool ends = branch == WIN && !s.sees_all && s.window < s.T - key;
     return {begin, ends ? key + s.window : s.T};
 }

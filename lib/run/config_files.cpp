@@ -20,8 +20,8 @@ NsaShape shape_of(const ModelConfig& c, int64_t B, int64_t T) {
     s.qk_norm = c.qk_norm;
     s.period = 0;
     for (const LayerKind kind : layer_kinds(c.attention)) s.kinds |= unsigned(kind) << 2 * s.period++;
-    s.full = !has_layers(c, NSA_LAYER);
-    s.near = s.full && !has_layers(c, FULL_LAYER);
+    s.window_only = !has_layers(c, NSA_LAYER);
+    s.sees_all = s.window_only && has_layers(c, FULL_LAYER);
     for (int branch = 0; branch < BRANCHES; branch++)
         if (c.branches != "all" && c.branches.find(BRANCH_NAMES[branch]) == std::string::npos)
             s.left_out |= 1u << branch;

@@ -90,7 +90,7 @@ inline Json summarise_layer(const std::vector<float>& gate, const std::vector<ui
 template <class Dev>
 Json summarise_layers(const Activations<Dev>& a) {
     const NsaShape& s = a.shape;
-    if (s.full) return Json();
+    if (s.window_only) return Json();
     Json layers(Json::Array);
     const size_t words = size_t(s.selection_words()), queries = size_t(s.B) * s.G * s.T;
     std::vector<float> gate(s.branches() * s.query_rows()), chosen(queries);

@@ -18,7 +18,7 @@
 
 // lib/model/shape.h has the same, and more of it.
 typedef struct {
-    int B, T, first, queries, H, G, D, l, d, slc_block, slc_count, window, F, rope_base, qk_norm, full, near;
+    int B, T, first, queries, H, G, D, l, d, slc_block, slc_count, window, F, rope_base, qk_norm, window_only, sees_all;
     uint kinds;
     int period;
     uint left_out;
@@ -26,7 +26,7 @@ typedef struct {
 enum { CMP, SLC, WIN, BRANCHES };
 
 int heads_per_group(const Shape* s) { return s->H / s->G; }
-int cmp_blocks(const Shape* s, int tokens) { return s->full || tokens < s->l ? 0 : (tokens - s->l) / s->d + 1; }
+int cmp_blocks(const Shape* s, int tokens) { return s->window_only || tokens < s->l ? 0 : (tokens - s->l) / s->d + 1; }
 int key_stride(const Shape* s, int branch) { return branch == CMP ? cmp_blocks(s, s->T) : s->T; }
 int mask_words(const Shape* s) { return ((s->T + s->slc_block - 1) / s->slc_block + 31) / 32; }
 float sigmoid(float x) { return 1 / (1 + exp(-x)); }
@@ -307,7 +307,7 @@ Query query_of(ulong row, int branch, const Shape* s) {
     const ulong j = row % s->queries, head = row / s->queries, group = head / heads_per_group(s);
     const int t = s->first + j;
     Query at;
-    at.begin = branch == WIN && !(s->full && !s->near) ? max(0, t - s->window + 1) : 0;
+    at.begin = branch == WIN && !s->sees_all ? max(0, t - s->window + 1) : 0;
     at.end = branch == CMP ? cmp_blocks(s, t + 1) : t + 1;
     at.keys = group * key_stride(s, branch) * s->D;
     at.mask = (group * s->queries + j) * mask_words(s);
@@ -365,7 +365,7 @@ kernel void attention_dkdv(ulong work, OUT(dk), OUT(dv), IN(dout), IN(row_dot), 
     AT(dk) AT(dv) AT(dout) AT(row_dot) AT(lse_gated) AT(q) AT(k) AT(v) AT(selection) EACH(at)
     const ulong stride = key_stride(&s, branch), group = at / stride, h = heads_per_group(&s);
     const int key = at % stride, begin = branch == CMP ? key * s.d + s.l - 1 : key;
-    const int end = branch == WIN && !(s.full && !s.near) && s.window < s.T - key ? key + s.window : s.T;
+    const int end = branch == WIN && !s.sees_all && s.window < s.T - key ? key + s.window : s.T;
     float dk_sums[MAX_D] = {0}, dv_sums[MAX_D] = {0};
     for (int t = begin; t < end; t++) {
         if (!sees(branch, selection + (group * s.T + t) * mask_words(&s), key, &s)) continue;
@@ -432,21 +432,21 @@ kernel void combine_forward(ulong work, OUT(out), IN(o), IN(gate), Shape s) {
     const ulong rows = work / s.D, to = i / s.D;
     const ulong n = to / s.H, row = (n / s.queries * s.H + to % s.H) * s.queries + n % s.queries, x = i % s.D;
     float sum = 0;
-    for (int branch = 0; branch < (s.full ? 1 : BRANCHES); branch++)
-        sum += (s.full ? 1 : gate[branch * rows + row]) * o[(branch * rows + row) * s.D + x];
+    for (int branch = 0; branch < (s.window_only ? 1 : BRANCHES); branch++)
+        sum += (s.window_only ? 1 : gate[branch * rows + row]) * o[(branch * rows + row) * s.D + x];
     out[i] = sum;
 }
 // A work-item for each branch and query row.
 kernel void attention_backward_rows(ulong work, OUT(row_dot), OUT(lse_gated), OUT(dgate_logit), IN(dout), IN(o),
                                     IN(gate), IN(lse), Shape s) {
     AT(row_dot) AT(lse_gated) AT(dgate_logit) AT(dout) AT(o) AT(gate) AT(lse) EACH(row)
-    const ulong rows = work / (s.full ? 1 : BRANCHES), head = row % rows / s.queries;
+    const ulong rows = work / (s.window_only ? 1 : BRANCHES), head = row % rows / s.queries;
     const ulong n = head / s.H * s.queries + row % s.queries;
     dout += (n * s.H + head % s.H) * s.D;
-    const float r = product(dout, o + row * s.D, s.D), g = s.full ? 1 : gate[row];
+    const float r = product(dout, o + row * s.D, s.D), g = s.window_only ? 1 : gate[row];
     row_dot[row] = r;
     lse_gated[row] = lse[row] - log(g);
-    if (!s.full) dgate_logit[row] = r * g * (1 - g);
+    if (!s.window_only) dgate_logit[row] = r * g * (1 - g);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

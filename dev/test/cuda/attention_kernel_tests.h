@@ -445,7 +445,7 @@ inline NsaShape blocks_of_tokens(NsaShape s, int slc_block) {
     return s;
 }
 inline NsaShape windowed(NsaShape s, int window, bool full = false) {
-    s.window = window, s.full = full;
+    s.window = window, s.window_only = s.sees_all = full;
     return s;
 }
 inline NsaShape from(NsaShape s, int first, int queries) {
@@ -471,12 +471,12 @@ struct LayerArrays {
         return inputs;
     }
     explicit LayerArrays(const NsaShape& s)
-        : inputs(make_inputs(s)), selection(s.full ? std::vector<uint32_t>(1) : inputs[1].selection) {
+        : inputs(make_inputs(s)), selection(s.window_only ? std::vector<uint32_t>(1) : inputs[1].selection) {
         in.q = add(inputs[0].q), in.dout = add(inputs[0].dout), in.selection = selection.data;
         for (const Inputs& x : inputs) {
             in.k[x.branch] = add(x.k), in.v[x.branch] = add(x.v);
             expected.push_back(expected_forward(x));
-            if (s.queries == s.T) expect_backward(expected.back(), x, !s.full);
+            if (s.queries == s.T) expect_backward(expected.back(), x, !s.window_only);
         }
     }
     bf16* add(const std::vector<double>& x) {
@@ -492,12 +492,12 @@ inline void check_attend_and_combine(Cuda& dev, const NsaShape& s, const LayerAr
     std::vector<double> o(all_rows * D, std::nan("")), o_limit(o.size(), 0), lse(all_rows, 0), lse_limit(lse),
         gate(all_rows);
     for (size_t i = 0; i < all_rows; i++)
-        gate[i] = s.full ? 1 : float(random_uniform(3, random_stream(RANDOM_TEST, 80), i));
+        gate[i] = s.window_only ? 1 : float(random_uniform(3, random_stream(RANDOM_TEST, 80), i));
     const auto place = [&](std::vector<double>& to, const std::vector<double>& part, Branch branch) {
         std::copy(part.begin(), part.end(),
                   to.begin() + ptrdiff_t(size_t(s.branch_slot(branch)) * rows * (part.size() / rows)));
     };
-    if (!s.full) {
+    if (!s.window_only) {
         std::vector<double> compressed;
         for (double x : expected[2].out) compressed.push_back(bf16_value(x));
         place(o, compressed, CMP);
@@ -512,7 +512,7 @@ inline void check_attend_and_combine(Cuda& dev, const NsaShape& s, const LayerAr
         place(lse_limit, expected[i].lse_limit, branch);
     }
     LayerInputs<bf16, float> in = layer.in;
-    in.gate = s.full ? nullptr : gates.data;
+    in.gate = s.window_only ? nullptr : gates.data;
     CUDA_CHECK(cudaDeviceSynchronize());  // the arrays were copied on another stream
     dev.attend_and_combine({attn.data, found_o.data, found_lse.data}, in, s);
     const std::vector<double> stored = found_o.download();
@@ -557,7 +557,7 @@ inline void check_branches_backward(Cuda& dev, const NsaShape& s, const LayerArr
     const std::vector<double> before(size_t(s.B) * s.T * P, 3);
     const DeviceArray<bf16> dprojected(before);
     LayerInputs<bf16, float> in = layer.in;
-    in.o = outputs.data, in.gate = s.full ? nullptr : gates.data, in.lse = lses.data;
+    in.o = outputs.data, in.gate = s.window_only ? nullptr : gates.data, in.lse = lses.data;
     LayerGradients<bf16, float> d = {nullptr, found_dq.data, {}, {}, dgate.data, row_dot.data, lse_gated.data};
     std::vector<std::unique_ptr<DeviceArray<bf16>>> dk, dv;
     for (const Inputs& x : layer.inputs) {
@@ -592,7 +592,7 @@ inline void check_all_branches(const std::vector<NsaShape>& shapes) {
         for (const SelectedKernel selected : {SelectedKernel::AUTO, SelectedKernel::TILES, SelectedKernel::GATHER})
             for (const bool warpgroups : {false, true}) {
                 if (warpgroups && !device_has_warpgroups(s.D)) continue;
-                if (s.full && selected != SelectedKernel::TILES) continue;  // nothing is selected
+                if (s.window_only && selected != SelectedKernel::TILES) continue;  // nothing is selected
                 dev.selected_kernel = selected, dev.warpgroups = warpgroups;
                 check_attend_and_combine(dev, s, layer);
                 if (selected != SelectedKernel::AUTO && s.queries == s.T) check_branches_backward(dev, s, layer);
@@ -971,7 +971,7 @@ TEST(attention_kernels_refuse) {
     // Before a run begins. Full attention has no selection blocks.
     s = shape(64, 3), s.slc_block = 24;
     CHECK_FAILS(2, "selection blocks of 24 tokens", check_shape(s));
-    s.full = true;
+    s.window_only = s.sees_all = true;
     check_shape(s);
     s = shape(64, 128);
     CHECK_FAILS(2, "shared memory", check_shape(s));

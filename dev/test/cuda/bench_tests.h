@@ -9,7 +9,7 @@ namespace bench_tests {
 inline NsaShape bench_shape(int T, bool full = false) {
     NsaShape s;
     s.B = 2, s.T = s.queries = T, s.H = 6, s.G = 2, s.D = 16, s.l = 8, s.d = 4, s.slc_block = 16, s.slc_count = 4,
-    s.window = 24, s.F = 8, s.full = full;
+    s.window = 24, s.F = 8, s.window_only = s.sees_all = full;
     return s;
 }
 // Pairs of queries and keys, one by one, by the definition of the branch.
@@ -20,7 +20,7 @@ inline double counted_pairs(Branch branch, const NsaShape& s, bool only_choosing
         if (only_choosing && own + 1 <= s.slc_count) continue;
         for (int key = 0; key < s.T; key++) {
             if (branch == CMP) pairs += key * s.d + s.l - 1 <= t;
-            else if (branch == WIN) pairs += key <= t && (s.full || key > t - s.window);
+            else if (branch == WIN) pairs += key <= t && (s.sees_all || key > t - s.window);
             else pairs += key <= t && (own + 1 <= s.slc_count || key / s.slc_block > own - s.slc_count);
             // any n blocks with its own: the last n, here
         }

@@ -422,7 +422,7 @@ void check_causality(const Config& c, int way) {
         for (size_t layer = 0; layer < after.outputs.size(); layer++) {
             for (size_t row = 0; row < size_t(s.branches() * s.H); row++)
                 CHECK(same_start(after.outputs[layer], before.outputs[layer], row * T * D, changed * D));
-            for (size_t g = 0; !s.full && g < size_t(s.G); g++)
+            for (size_t g = 0; !s.window_only && g < size_t(s.G); g++)
                 CHECK(same_start(after.selections[layer], before.selections[layer], g * T * words, changed * words));
         }
     }

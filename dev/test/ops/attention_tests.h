@@ -17,7 +17,7 @@ inline NsaShape part_of(NsaShape s, int first, int queries) {
     return s;
 }
 inline NsaShape full(NsaShape s) {
-    s.full = true;
+    s.window_only = s.sees_all = true;
     return s;
 }
 inline NsaShape with_base(NsaShape s) {
@@ -66,7 +66,7 @@ inline std::vector<NsaShape> attention_shapes(bool more) {
     return shapes;
 }
 inline std::vector<Branch> branches_of(const NsaShape& s) {
-    return s.full ? std::vector<Branch>{WIN} : std::vector<Branch>{CMP, SLC, WIN};
+    return s.window_only ? std::vector<Branch>{WIN} : std::vector<Branch>{CMP, SLC, WIN};
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -89,10 +89,10 @@ void check_split_heads(typename E::Dev& dev, const NsaShape& s) {
     using Values = typename E::Values;
     const ShapeReport report(s, E::name);
     Random random(70);
-    const int P = s.projected(), D = s.D, first_slot = s.full ? K_WIN : K_CMP;
+    const int P = s.projected(), D = s.D, first_slot = s.window_only ? K_WIN : K_CMP;
     Values projected = E::random_reals(random, size_t(s.B) * s.queries * P);
     const auto turned_in = [](int slot) { return slot == K_SLC || slot == K_WIN; };
-    const Values gains = E::random_reals(random, s.qk_norm ? size_t(s.full ? 2 : 4) * D : 0),
+    const Values gains = E::random_reals(random, s.qk_norm ? size_t(s.window_only ? 2 : 4) * D : 0),
                  dgains = E::random_values(random, gains.size());
     const auto gain_row = [&](int slot) {  // of q, slot -1, then of k_cmp, k_slc, k_win; -1: none
         return !s.qk_norm || slot == V_CMP || slot == V_SLC || slot == V_WIN ? -1 : (slot - first_slot + 2) / 2;
@@ -105,7 +105,7 @@ void check_split_heads(typename E::Dev& dev, const NsaShape& s) {
         if (!turned) return gain < 0 ? x : E::stored(x);
         return E::stored(oracle::rope(x.data(), position, D, +1, s.rope_base));
     };
-    Nums q(s.query_rows() * D), gate(s.full ? 0 : 3 * s.query_rows());
+    Nums q(s.query_rows() * D), gate(s.window_only ? 0 : 3 * s.query_rows());
     std::vector<Nums> kv;
     for (int slot = 0; slot < 6; slot++) kv.emplace_back(s.key_rows() * D);
     for (int b = 0; b < s.B; b++)
@@ -121,7 +121,7 @@ void check_split_heads(typename E::Dev& dev, const NsaShape& s) {
                     std::copy(values.begin(), values.end(),
                               &kv[size_t(slot)][((size_t(b) * s.G + g) * s.T + s.first + j) * D]);
                 }
-            if (s.full) continue;
+            if (s.window_only) continue;
             if (j == 0) row[0] = 1000;
             for (int i = 0; i < 3 * s.H; i++)  // column 3*head + branch
                 gate[i % 3 * s.query_rows() + (size_t(b) * s.H + i / 3) * s.queries + j] = oracle::sigmoid(Num(row[i]));
@@ -173,7 +173,7 @@ void check_split_heads(typename E::Dev& dev, const NsaShape& s) {
         Stats<E> dgain(dev, dgains);
         dev.split_heads_backward(
             out, s.qk_norm ? dgain.data : nullptr,
-            heads.template pointers<typename E::Dev::HeadGradients>(q_in.data, s.full ? nullptr : gate_in.data),
+            heads.template pointers<typename E::Dev::HeadGradients>(q_in.data, s.window_only ? nullptr : gate_in.data),
             s.qk_norm ? gain.data : nullptr, s);
         return {out.host(), dgain.host()};
     });
@@ -494,7 +494,8 @@ typename E::Nums expected_gated_sum(const typename E::Values& o, const typename 
     std::vector<typename E::Sum> sums(s.query_rows() * D);
     for_branch_rows(s, [&](size_t row, size_t by_token) {
         for (int x = 0; x < D; x++)
-            sums[by_token * D + x].add(typename E::Num(s.full ? 1 : gate[row]) * typename E::Num(o[row * D + x]));
+            sums[by_token * D + x].add(typename E::Num(s.window_only ? 1 : gate[row]) *
+                                       typename E::Num(o[row * D + x]));
     });
     return E::stored(oracle::numbers(sums));
 }
@@ -511,21 +512,21 @@ RowTerms<E> check_sum_and_rows(typename E::Dev& dev, const typename E::Values& d
     const auto found = in_every_order<E>([&]() -> std::vector<typename E::Values> {
         Reals<E> o_on_device(dev, o), d(dev, dout), out(dev, dout.size());
         Stats<E> lse_on_device(dev, lse), gates(dev, gate), row_dot(dev, count), lse_gated(dev, count),
-            dz(dev, s.full ? 0 : count);
-        const typename E::Value* const open = s.full ? nullptr : gates.data;
+            dz(dev, s.window_only ? 0 : count);
+        const typename E::Value* const open = s.window_only ? nullptr : gates.data;
         dev.combine_forward(out, o_on_device, open, s);
-        dev.attention_backward_rows(row_dot, lse_gated, s.full ? nullptr : dz.data, d, o_on_device, open, lse_on_device,
-                                    s);
+        dev.attention_backward_rows(row_dot, lse_gated, s.window_only ? nullptr : dz.data, d, o_on_device, open,
+                                    lse_on_device, s);
         return {row_dot.host(), lse_gated.host(), dz.host(), out.host()};
     });
     typename E::Nums expected_dot, expected_gated, expected_dz;
     for_branch_rows(s, [&](size_t row, size_t by_token) {
         typename E::Sum dot;
         for (int x = 0, D = s.D; x < D; x++) dot.add(Num(dout[by_token * D + x]) * Num(o[row * D + x]));
-        const Num g(s.full ? 1 : gate[row]), shift(lse[row]);
+        const Num g(s.window_only ? 1 : gate[row]), shift(lse[row]);
         expected_dot.push_back(dot);
         expected_gated.push_back(std::isinf(shift.value) ? shift : shift - log(g));
-        if (!s.full) expected_dz.push_back(Num(dot) * g * (Num(1) - g));
+        if (!s.window_only) expected_dz.push_back(Num(dot) * g * (Num(1) - g));
     });
     CHECK_ARRAY(found[0], expected_dot);
     CHECK_ARRAY(found[1], expected_gated);
@@ -547,7 +548,7 @@ ENGINE_TEST(gated_sum_and_row_terms) {
     for (const int D : {1, 3, 37, 63, 64, 128, 296, 320})
         for (const bool is_full : {false, true}) {
             NsaShape s = part_of(nsa_shape(2, 17, 2, 3, D, 8, 4, 16, 3, 9), 4, 13);
-            s.full = is_full;
+            s.window_only = s.sees_all = is_full;
             const ShapeReport report(s, E::name);
             Random random(97);
             const size_t rows = s.query_rows(), count = s.branches() * rows;
@@ -598,7 +599,7 @@ AttentionOutputs<E> run_attention(typename E::Dev& dev, const AttentionInputs<E>
     using Values = typename E::Values;
     const NsaShape& s = x.s;
     const size_t rows = s.query_rows(), values = rows * s.D, tokens = size_t(s.B) * s.G * s.queries,
-                 words = s.full ? 0 : tokens * oracle::selection_words(s);
+                 words = s.window_only ? 0 : tokens * oracle::selection_words(s);
     std::vector<uint32_t> masks, masks_alone;
     const auto outputs = in_every_order<E>([&]() -> std::vector<Values> {
         const Reals<E> q(dev, in.q);
@@ -625,7 +626,7 @@ AttentionOutputs<E> run_attention(typename E::Dev& dev, const AttentionInputs<E>
             CHECK(without_share.raw() == masks_alone);
             if (!x.chosen.empty()) dev.copy(selection.data, x.chosen.data(), words);
         }
-        if (s.full) return {o.host(), lse.host()};
+        if (s.window_only) return {o.host(), lse.host()};
         return {o.host(),
                 lse.host(),
                 Values(masks.begin(), masks.end()),
@@ -633,7 +634,7 @@ AttentionOutputs<E> run_attention(typename E::Dev& dev, const AttentionInputs<E>
                 Values(masks_alone.begin(), masks_alone.end()),
                 share_alone.host()};
     });
-    if (!s.full) {
+    if (!s.window_only) {
         const auto *q = in.q.data(), *kc = in.k[CMP].data(), *lse = outputs[1].data();
         check_selection<typename E::Value>(masks.data(), outputs[3].data(), q, kc, lse, s, x.bf16);
         check_selection<typename E::Value>(masks_alone.data(), outputs[5].data(), q, kc, lse, s, x.bf16);

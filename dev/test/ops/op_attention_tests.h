@@ -48,7 +48,7 @@ TEST(op_gradient_attention) {
     for (NsaShape s : {nsa_shape(2, 21, 2, 2, 4, 4, 2, 4, 3, 5), nsa_shape(1, 70, 1, 3, 2, 8, 4, 8, 4, 66),
                        nsa_shape(1, 3, 1, 1, 2, 4, 2, 4, 3, 1), nsa_shape(1, 19, 1, 2, 6, 1, 1, 3, 3, 4)})
         for (bool full : {false, true}) {
-            s.full = full;
+            s.window_only = s.sees_all = full;
             Random random(270);
             Cpu<double> cpu;
             AttentionInputs<CpuEngine<double>> in({s}, random);

@@ -37,7 +37,7 @@ TEST(op_visible_keys_by_hand) {
     CHECK(Cpu<double>::visible_keys(SLC, 7, &third, s) == Keys{});
     CHECK(Cpu<double>::visible_keys(WIN, 1, nullptr, s) == (Keys{0, 1}));
     CHECK(Cpu<double>::visible_keys(WIN, 7, nullptr, s) == (Keys{5, 6, 7}));
-    s.full = true;
+    s.window_only = s.sees_all = true;
     CHECK(Cpu<double>::visible_keys(WIN, 4, nullptr, s) == (Keys{0, 1, 2, 3, 4}));
 }
 
@@ -52,11 +52,11 @@ TEST(op_shapes) {
             // gate logits 3*head + branch, in rows of whole 8
             CHECK(s.gate_columns() % 8 == 0 && s.gate_columns() >= 3 * s.H && s.gate_columns() < 3 * s.H + 8);
             CHECK_EQUAL(s.projected(), (s.H + 6 * s.G) * s.D + s.gate_columns());
-            s.full = true;
+            s.window_only = true;
             CHECK_EQUAL(s.projected(), (s.H + 2 * s.G) * s.D);
             CHECK_EQUAL(s.cmp_capacity(), 0);
             CHECK_EQUAL(s.head_units(), s.H + 2 * s.G);
-            s.full = false;
+            s.window_only = false;
             CHECK_EQUAL(s.head_units(), s.H + 6 * s.G);
         }
 }

@@ -347,7 +347,7 @@ inline bool sees(Branch branch, int t, int key, const uint32_t* mask, const NsaS
     if (branch == CMP) return key * s.d + s.l - 1 <= t;
     if (key > t) return false;
     if (branch == SLC) return mask[key / s.slc_block / 32] >> (key / s.slc_block % 32) & 1;
-    return s.full || key > t - s.window;
+    return s.sees_all || key > t - s.window;
 }
 // The keys that it sees, in order.
 inline std::vector<int> visible(Branch branch, int t, const uint32_t* mask, const NsaShape& s) {
