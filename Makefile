@@ -77,7 +77,7 @@ LEVEL := $(if $(SAN),-O1,-O3)
 # for one program that nobody builds again.
 APART := $(patsubst lib/%.cpp,$(BUILD)/%.o,$(wildcard lib/*/*.cpp))
 # GCC 9 takes parameters for unused that only one branch of an `if constexpr` reads.
-FLAGS := -std=c++17 -DBUILD_FOLDER=$(BUILD) -fno-math-errno -fno-trapping-math -pthread -Wall -Wextra \
+FLAGS := -std=c++17 -fno-math-errno -fno-trapping-math -pthread -Wall -Wextra \
   -Wno-unused-but-set-parameter $(if $(WERROR),-Werror) $(if $(APART),-DCOMPILED_APART) $(MARCH:%=-march=%) $(ACCEPTED) \
   $(or $(OMP_FLAGS),-Wno-unknown-pragmas) \
   $(if $(filter-out cuda hip,$(GPU)),-DENGINE=$(GPU) -Idev/ports/$(GPU)) \
@@ -109,7 +109,7 @@ $(call line,COMPILER,compiler,$(HAVE_COMPILER),not found: make deps)
 $(call line,OMP,OpenMP  ,all cores,not found: one core)
 $(call line,MPI,MPI     ,$(filter -l%,$(MPI_LIBS)),$(MPICXX) not found or does not link: one process only; make deps)
 $(call line,NCCL,NCCL    ,gradients of several GPUs,$(if $(HAVE_CUDA),not found beside nvcc or in the system: several \
-  GPUs need MPI and are slower; after installing libnccl-dev: make clean,only with nvcc))
+  GPUs need MPI and are slower; install libnccl-dev for the driver's CUDA then make clean,only with nvcc))
 $(if $(GPU:cuda=),$(call line,PORT,$(PORT_NAME),$(PORT_TEXT),not found),$(call line,CUDA,nvcc    ,$(ARCH_NAME)$(if \
   $(NO_CUBLAS),; no cuBLASLt),not found))
 

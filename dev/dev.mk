@@ -104,7 +104,7 @@ fuzz: $(BUILD)/fuzz/fuzz
 	    -artifact_prefix=$(BUILD)/fuzz/$(TARGET).finding- $(BUILD)/fuzz/$(TARGET)
 $(BUILD)/fuzz/fuzz: dev/fuzz/fuzz.cpp $(BUILD)/command
 	@mkdir -p $(@D)
-	clang++ -std=c++17 -O1 -g -Wno-unknown-pragmas -Wno-pass-failed -fno-omit-frame-pointer -DBUILD_FOLDER=$(BUILD) \
+	clang++ -std=c++17 -O1 -g -Wno-unknown-pragmas -Wno-pass-failed -fno-omit-frame-pointer \
 	    -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined -pthread $(DEPENDS) $< -o $@
 
 .PHONY: test test_long goldens bench hip_check demo

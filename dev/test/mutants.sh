@@ -50,7 +50,7 @@ build_tests() { # WORDS PROGRAM
         case $1 in *' 128 --only'*) flags+=(-DTESTED_HEADS=128) ;; *) flags+=(-DTESTED_HEADS=64) ;; esac
         start='emu::machine.rough = true;'
         ;;
-    *) flags+=(-O0 -fopenmp -DBUILD_FOLDER=build) ;;
+    *) flags+=(-O0 -fopenmp) ;;
     esac
     printf '#include "%s"\n' harness.h "${headers[@]}" >$source
     printf 'int main(int argc, char** argv) { %s return run_tests(argc, argv); }\n' "$start" >>$source

@@ -1,15 +1,9 @@
-// emulated_run_tests.h: the whole program on several GPUs, where there is none: BUILD/train_nsa_emulated
-// (dev/dev.mk) has the CUDA engine run by dev/emulator/cuda_on_cpu.h and NCCL by
+// emulated_run_tests.h: the whole program on several GPUs, where there is none: train_nsa_emulated
+// (dev/dev.mk), beside the tests, has the CUDA engine run by dev/emulator/cuda_on_cpu.h and NCCL by
 // dev/emulator/nccl.h, one emulated GPU a rank. Its ncclCommDestroy waits for all ranks, as the real
 // one does, so a rank that leaves alone hangs.
 #pragma once
 #include "../program/program.h"
-
-#define TEXT_OF(word) #word
-#define TEXT_OF_VALUE(macro) TEXT_OF(macro)
-#ifndef BUILD_FOLDER
-#define BUILD_FOLDER build
-#endif
 
 // One whose program is the emulated one; left out with a note where that is not built or there is no MPI.
 #define EMULATED_TEST(name) TEST_IN_FOLDER(TEST, name, emulated_runs::find_program(t, #name))
@@ -19,7 +13,7 @@ namespace emulated_runs {
 using namespace program;
 
 inline bool find_program(InFolder& in, const char* what) {
-    in.binary = std::filesystem::absolute(TEXT_OF_VALUE(BUILD_FOLDER) "/train_nsa_emulated").string();
+    in.binary = std::filesystem::read_symlink("/proc/self/exe").parent_path() / "train_nsa_emulated";
     if (!in.find_ranks(what)) return false;
     if (file_exists(in.binary)) return true;
     return skip(format_text("%s: %s is not built; make test builds it", what, in.binary)), false;
@@ -150,7 +144,8 @@ EMULATED_TEST(emulated_ranks_share_a_gpu) {
     CHECK_EQUAL(logged(file("shared"), "loss").size(), 2u);
 }
 
-// Each rank has its own --threads; GPUs and CPUs do not mix, which is said as it is.
+// Each rank has its own --threads; GPUs and CPUs do not mix, which is said as it is. GPUs of two kinds do where each
+// weight is updated by one rank alone.
 EMULATED_TEST(emulated_gpus_with_unlike_ranks) {
     using namespace emulated_runs;
     const auto unlike = [&](const std::string& common, const std::string& second) {
@@ -160,6 +155,13 @@ EMULATED_TEST(emulated_gpus_with_unlike_ranks) {
     const Result mixed = unlike(SMALL_ON_GPU + "--out=@/mixed ", "--device=cpu");
     CHECK(mixed.status != 0 && mixed.status != 1000);
     CHECK(holds(mixed.err, "has 'device: CPU', rank 0 on ", "all ranks compute on GPUs or all on CPUs"));
+    for (const std::string zero : {"0", "1"}) {
+        Words other = started(SMALL_ON_GPU + "--steps=1 --zero=" + zero), first = other;
+        other.insert(other.begin(), {"env", "EMULATED_PROCESSORS=8"});
+        const Result r = execute(two_ranks(mpirun, first, other));
+        CHECK_EQUAL(r.status == 0, zero == "1");
+        CHECK_EQUAL(holds(r.err, "8 multiprocessors", "--zero 1"), zero == "0");
+    }
 }
 
 // An error of one rank is told, and ends all, at once. Rank 0 alone gives up after
