@@ -1,6 +1,6 @@
 # train_nsa with both engines: for GPUs of compute capability 8.0 and later, and for the CPU where there is none.
 #     docker build -t train_nsa .
-#     docker run --rm --user "$(id -u)" -v "$PWD:/work" train_nsa      # with --gpus all it sees the GPUs
+#     docker run --rm --user "$(id -u)" -v "$PWD:/work" train_nsa      # GPUs: --gpus all --shm-size 1g
 # It is for processors like the one that builds it; with `--build-arg MARCH=` it runs on any.
 # No docker has built this yet: its lines were run by hand in a fresh Ubuntu 24.04 without CUDA, and user 1000 trained.
 ARG CUDA=13.0.2

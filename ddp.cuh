@@ -71,6 +71,11 @@ class NcclTransport : public Transport {
         if (cudaGetDeviceCount(&gpus) != cudaSuccess || gpus == 0)
             refuse_launch("this process sees no GPU, and only ranks on GPUs can be started by " + launch.launcher +
                           " alone: on CPUs start them with mpirun");
+        if (gpus > 1 && launch.local_rank >= gpus)
+            refuse_launch(
+                format_text("%d processes or more on this machine, which shows %d GPUs, and NCCL needs one "
+                            "for each: start fewer; with MPI in the build mpirun lets them share",
+                            launch.local_rank + 1, gpus));
         sum_in_one_order();
         ncclUniqueId id = {};
         if (rank == 0) NCCL_CHECK(ncclGetUniqueId(&id));
@@ -369,6 +374,7 @@ class NcclReducer : public Reducer<Cuda> {
         const std::string of_rank_0 = world.gather(std::string(id.internal, sizeof id.internal))[0];
         std::copy(of_rank_0.begin(), of_rank_0.end(), id.internal);
         ncclComm_t made = nullptr;
+        const Watchdog::Waiting waiting(world.watchdog);
         NCCL_CHECK(ncclCommInitRank(&made, world.size, id, world.rank));
         return made;
     }
@@ -394,6 +400,7 @@ class NcclReducer : public Reducer<Cuda> {
     void ready(size_t offset) override {
         if (next == 0 || partition.begin(next - 1) < offset) return;
         const ProfileRange range("reduction");
+        const Watchdog::Waiting waiting(world.watchdog);  // NCCL's calls wait for others until all are connected
         side.follow();
         if (next == partition.buckets()) {  // the step's first
             read_clocks_of(step % 2);
@@ -415,12 +422,14 @@ class NcclReducer : public Reducer<Cuda> {
         for (const int64_t which : {0, 1}) read_clocks_of(which);
     }
     void complete(double* x, size_t count) override {
+        const Watchdog::Waiting waiting(world.watchdog);
         side.follow();
         NCCL_CHECK(ncclAllReduce(x, x, count, ncclDouble, ncclSum, communicator, side.stream));
         side.lead();
     }
     void gather(Cuda::real* params) override {
         const ProfileRange range("gathering");
+        const Watchdog::Waiting waiting(world.watchdog);
         StreamClock& clock = gathers[(step + 1) % 2];  // of the step that finish() closed last
         side.follow();
         clock.begins(side.stream);

@@ -469,6 +469,7 @@ enum cudaError_t {
     cudaSuccess = 0,
     cudaErrorMemoryAllocation = 2,
     cudaErrorInsufficientDriver = 35,
+    cudaErrorNoDevice = 100,
     cudaErrorInvalidDevice = 101,
     cudaErrorNotReady = 600,
     cudaErrorIllegalAddress = 700,
@@ -487,7 +488,9 @@ struct cudaDeviceProp {
                                         ? 99 << 10
                                     : EMULATED_CAPABILITY == 80 ? 163 << 10
                                                                 : emu::MAX_SHARED;
-    int major = EMULATED_CAPABILITY / 10, minor = EMULATED_CAPABILITY % 10, multiProcessorCount = 4, integrated = 0;
+    int major = EMULATED_CAPABILITY / 10, minor = EMULATED_CAPABILITY % 10, integrated = 0;
+    // EMULATED_PROCESSORS in the environment: a GPU of another model.
+    int multiProcessorCount = getenv("EMULATED_PROCESSORS") ? atoi(getenv("EMULATED_PROCESSORS")) : 4;
 };
 
 struct cudaFuncAttributes {

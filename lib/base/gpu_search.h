@@ -47,6 +47,7 @@ struct GpuSearch {
     bool nvidia_module = false;       // NVIDIA's driver is in the kernel, so there is a GPU
     int toolkit = 0, driver = 0;      // the CUDA that this build was made with, and the latest that the driver knows
     bool driver_too_old = false;      // as CUDA says
+    bool broken = false;              // there are GPUs, and none can be used as they are now
     std::string error;                // CUDA's own text
 };
 

@@ -59,7 +59,15 @@ inline const char* cuda_hint(cudaError_t e) {
         case cudaErrorIllegalAddress:
         case cudaErrorMisalignedAddress:
         case cudaErrorLaunchFailure:
-            return "a kernel launched earlier failed; run the same command " MEMORY_CHECKER " to see which";
+            return "a kernel launched earlier failed; run the same command " MEMORY_CHECKER
+                   " to see which, unless dmesg shows an Xid of the GPU";
+#ifdef __CUDACC__
+        case cudaErrorECCUncorrectable:
+        case cudaErrorNvlinkUncorrectable:
+        case cudaErrorDevicesUnavailable:
+        case cudaErrorUnknown:
+            return "the GPU or its link failed, not the program: see dmesg for an Xid, and nvidia-smi -q";
+#endif
         default: return "run the same command with " ONE_LAUNCH_AT_A_TIME " to see the call that fails first";
     }
 }
@@ -91,8 +99,10 @@ inline void cublas_check(cublasStatus_t s, const char* call, const char* file, i
 #ifdef USE_NCCL
 inline void nccl_check(ncclResult_t r, const char* call, const char* file, int line) {
     if (r != ncclSuccess)
-        fail("%s:%d: %s failed: %s (%s). HINT: set NCCL_DEBUG=INFO and run again; look for the first rank that failed",
-             file, line, call, ncclGetErrorString(r), ncclGetLastError(nullptr));
+        fail(
+            "%s:%d: %s failed: %s (%s). HINT: set NCCL_DEBUG=INFO and run again; look for the first rank that failed. "
+            "dev/GUIDE.md, Several ranks, has what helps in containers and without peer access",
+            file, line, call, ncclGetErrorString(r), ncclGetLastError(nullptr));
 }
 #define NCCL_CHECK(call) nccl_check((call), #call, __FILE__, __LINE__)
 #endif

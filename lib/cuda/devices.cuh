@@ -32,8 +32,11 @@ inline GpuSearch search_for_cuda(bool fp32) {
     for (int i = 0; i < search.count; i++) search.places.push_back(bus_of(i));
     if (search.count) CUDA_CHECK(cudaGetDevice(&search.current));
     search.driver_too_old = error == cudaErrorInsufficientDriver;
+    search.broken =
+        search.nvidia_module && error != cudaSuccess && error != cudaErrorNoDevice && !search.driver_too_old;
     search.error = cudaGetErrorString(error);
 #ifdef __CUDACC__
+    if (error == cudaErrorSystemNotReady) search.error += "; systemctl start nvidia-fabricmanager";
     cudaRuntimeGetVersion(&search.toolkit);
     cudaDriverGetVersion(&search.driver);
 #endif

@@ -21,7 +21,7 @@ using cudaMemcpyKind = hipMemcpyKind;
 
 constexpr auto cudaSuccess = hipSuccess, cudaErrorNotReady = hipErrorNotReady,
                cudaErrorMemoryAllocation = hipErrorOutOfMemory,
-               cudaErrorInsufficientDriver = hipErrorInsufficientDriver,
+               cudaErrorInsufficientDriver = hipErrorInsufficientDriver, cudaErrorNoDevice = hipErrorNoDevice,
                cudaErrorLaunchOutOfResources = hipErrorLaunchOutOfResources,
                cudaErrorIllegalAddress = hipErrorIllegalAddress, cudaErrorLaunchFailure = hipErrorLaunchFailure,
                cudaErrorMisalignedAddress = hipErrorUnknown;  // which HIP does not tell apart

@@ -51,6 +51,7 @@ static Device find_device(const MachineConfig& c, int share, const GpuSearch& gp
     const std::string none = why_no_device(c, gpus);
     d.engine = gpus.engine;
     d.gpu = has_device(c, gpus);
+    if (c.device == "auto" && gpus.broken) fail("%s; until that is mended use --device cpu", none);
     if (asks_for_device(c) && !d.gpu) fail_usage("--device %s: %s; use --device cpu or auto", c.device, none);
     d.reason = c.device != "auto" ? "--device " + c.device : d.gpu ? "there is a GPU" : none;
     if (c.cpu_dtype == "bf16" && d.gpu)

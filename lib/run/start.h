@@ -49,6 +49,7 @@ inline void require_shared_folder(const World& world, const std::string& out) {
 inline Checkpoint choose_checkpoint(const std::string& out, bool resume, bool dry, const World& world) {
     Checkpoint chosen;
     const std::string error = error_of([&] {
+        if (is_checkpoint(out)) fail("--out %s is a checkpoint, or an export: give the folder of a run", out);
         if (world.rank == 0 && !dry && file_exists(out)) lock_run_folder(out);
         if (world.rank == 0 && resume) chosen = newest_checkpoint(out);
     });
@@ -80,6 +81,12 @@ inline RunStart open_run(const Config& c, const Machine& machine, const TensorLi
                      c.resume ? "start all ranks with the same program, options and data, and with an --out that all "
                                 "hosts see: a resume takes its options from there"
                               : "start all ranks with the same program, options and data");
+    // With --zero 1 each weight has one rank that updates it.
+    if (world.size > 1 && !c.zero)
+        require_same(
+            world, "engine: " + machine.engine.substr(machine.engine.find(',') + 1),
+            "each updates all weights, and would round them otherwise: give all ranks one kind of processor or "
+            "GPU, or add --zero 1");
     RunStart start;
     const Checkpoint& chosen = start.checkpoint = choose_checkpoint(c.out, c.resume, !writes, world);
     const bool resumes = !chosen.folder.empty();

@@ -31,7 +31,10 @@ void Watchdog::judge(double idle) {
     where += format_text(" (--stall-timeout %g)", limit);
     if (!waiting) print_and_end(format_text("%s has made no progress for %.1f s %s", name, idle, where), true);
     const std::string behind = heartbeat ? heartbeat->ranks_behind(ranks, step) : "";
-    const std::string why = behind.empty() ? "they do not do the same, are stopped, or the network lost something"
+    const bool on_gpus = p && std::strstr(p, "GPUs");
+    const std::string why = behind.empty() ? std::string("they do not do the same, are stopped, or ") +
+                                                 (on_gpus ? "the GPUs do not reach each other: try NCCL_P2P_DISABLE=1"
+                                                          : "the network lost something")
                                            : behind + " not come as far, by the heartbeats; look there";
     print_and_end(format_text("%s has waited %.1f s for the other ranks %s: %s", name, idle, where, why), false);
 }
