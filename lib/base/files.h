@@ -18,9 +18,16 @@
 // ---------------------------------------------------------------------------------------------------------------------
 // Reading.
 
+// A folder that may not be looked into fails: nobody knows.
 inline bool file_exists(const std::string& path) {
     struct stat s;
-    return stat(path.c_str(), &s) == 0;
+    if (stat(path.c_str(), &s) == 0) return true;
+    if (errno == EACCES) fail("%s: %s", path, std::strerror(errno));
+    return false;
+}
+inline bool is_folder(const std::string& path) {
+    struct stat s;
+    return stat(path.c_str(), &s) == 0 && S_ISDIR(s.st_mode);
 }
 
 // Not even a link that leads nowhere has this name.
@@ -347,7 +354,7 @@ constexpr const char* INSPECTED_BEGINNING = "{\"nsa_inspect\": 1, ";
 inline void require_output_file(const char* option, const std::string& path, const std::string& beginning = "") {
     if (path.empty()) return;
     struct stat s;
-    if (!file_exists(folder_of(path) + "/."))
+    if (!is_folder(folder_of(path)))
         fail("--%s %s: there is no folder %s; make it first", option, path, folder_of(path));
     if (lstat(path.c_str(), &s) != 0) {
         if (errno == ENOENT) return;
@@ -377,7 +384,7 @@ inline void replace_text_file(const std::string& path, const std::string& text) 
 inline void require_empty_folder(const std::string& to, const char* verb) {
     if (to.empty()) fail_usage("%s: --out is missing: the folder to write", verb);
     if (!file_exists(to)) return;
-    if (!file_exists(to + "/.")) fail("--out %s is a file: give a folder that does not exist yet", to);
+    if (!is_folder(to)) fail("--out %s is a file: give a folder that does not exist yet", to);
     const std::vector<std::string> entries = folder_entries(to);
     if (!entries.empty())
         fail("--out %s is not empty, it holds %s: remove what is there, or give another folder", to, entries[0]);

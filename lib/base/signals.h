@@ -4,9 +4,9 @@
 // its exit status what a scheduler needs to know: 75 (try again) after SIGTERM, SIGUSR1, SIGHUP and SIGXCPU, 130 after
 // SIGINT, 0 after a halt file.
 //
-// One wish may come several times: timeout signals its child and then the whole group, mpirun forwards the SIGINT that
-// the terminal has sent to all, and a shell, a service manager or a scheduler does the like. So what comes within
-// seconds is a repetition. A SIGTERM or SIGINT after a longer pause ends the program at once, and says so.
+// One wish may come several times: timeout signals its child and then the whole group, MPICH's mpirun forwards the
+// SIGINT that the terminal has sent to all, and a shell, a service manager or a scheduler does the like. So what comes
+// within seconds is a repetition. A SIGTERM or SIGINT after a longer pause ends the program at once, and says so.
 //
 // No handler of ours runs on a thread that computes: these signals are blocked before there is a second thread, every
 // thread inherits that, and one thread of our own waits for them.
@@ -42,11 +42,23 @@ inline bool is_ignored(int number) {
     return sigaction(number, nullptr, &now) == 0 && now.sa_handler == SIG_IGN;
 }
 
+// The compiler may use whatever the processor of its own machine has, before main() too. UCX catches this signal as
+// well, so it is caught before and after UCX is loaded.
+inline void say_of_processor(int) {
+    static const char text[] =
+        "train_nsa: error: this processor lacks instructions that the program was built for: run make on this machine, "
+        "or with MARCH= for any\n";
+    (void)!write(STDERR_FILENO, text, sizeof text - 1);
+    _exit(1);
+}
+__attribute__((constructor(101))) inline void catch_unknown_instructions() { signal(SIGILL, say_of_processor); }
+
 // UCX, which MPICH may use, catches SIGHUP as soon as it is loaded, before main() (it raises its log level): the signal
 // would end nothing, and nohup would be lost. So what the signal did at the start is found out earlier still.
 inline bool hangup_was_ignored = false;
 // And it is kept until somebody waits for it, or UCX would swallow one that comes meanwhile.
 inline void look_at_hangup(int, char**, char**) {
+    catch_unknown_instructions();
     hangup_was_ignored = is_ignored(SIGHUP);
     sigset_t set;
     sigemptyset(&set);

@@ -162,7 +162,7 @@ inline std::vector<std::string> shard_files(const std::string& pattern, const st
             "that belongs to a path needs a \\ before it",
             option, pattern);
     for (const std::string& file : files)
-        if (file_exists(file + "/."))
+        if (is_folder(file))
             fail("%s: %s is a folder: give its shards by a pattern, as in %s %s", option, file, option,
                  shell_word(glob_literal(file, SPECIAL_IN_SETS) +
                             (option == "--data" ? "/*_train_*.bin" : "/*_val_*.bin")));

@@ -181,10 +181,6 @@ class TextInputs {
     const bool skips_bad;
     std::map<FileIdentity, std::string> seen;
 
-    static bool is_folder(const std::string& path) {
-        struct stat s;
-        return stat(path.c_str(), &s) == 0 && S_ISDIR(s.st_mode);
-    }
     static bool is_named_ending(const std::string& path) {
         return std::any_of(std::begin(NAMED_ENDINGS), std::end(NAMED_ENDINGS),
                            [&](const char* ending) { return has_ending(path, ending); });

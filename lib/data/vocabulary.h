@@ -327,7 +327,7 @@ inline size_t vocabulary_size(const std::string& folder) {
         if (file_exists(folder + "/" + names[0]) && file_exists(path))
             return size_of(path, parse_json(read_file(path), path));
     }
-    if (file_exists(folder) && !file_exists(folder + "/."))
+    if (file_exists(folder) && !is_folder(folder))
         fail("--vocab-dir %s is a file: give the folder that it lies in, %s", folder, shell_word(folder_of(folder)));
     const std::string path = folder + "/" + TOKENIZER_JSON;
     return file_exists(path) ? size_of(path, ids_of_tokenizer_json(parse_tokenizer_json(path), path)) : GPT2_VOCABULARY;

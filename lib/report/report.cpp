@@ -305,7 +305,7 @@ void report_runs(const std::vector<std::string>& folders, const std::string& htm
     std::vector<RunHistory> runs;
     for (const std::string& folder : folders) {
         // Among runs/* there are imports, and the checkpoint of a run that has lost its folder: they have no log.
-        const bool has_no_log = file_exists(folder + "/.") && !file_exists(folder + "/log.jsonl");
+        const bool has_no_log = is_folder(folder) && !file_exists(folder + "/log.jsonl");
         if (folders.size() > 1 && has_no_log) complain("--from " + folder + " holds no log.jsonl and is left out");
         else runs.push_back(read_run_history(folder));
     }

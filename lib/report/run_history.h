@@ -106,7 +106,8 @@ inline bool is_finished(const RunHistory& run) {
 inline std::string describe_state(const RunHistory& run, double now) {
     const std::string steps = run.option("steps");
     const std::string at = format_text("step %d", run.last_step) + (steps.empty() ? "" : " of " + steps);
-    if (is_finished(run)) return "finished, " + at;
+    const bool saved = is_folder(format_text("%s/step_%08d", run.folder, run.last_step));
+    if (is_finished(run)) return (saved ? "finished, " : "at its end, whose checkpoint is not here, ") + at;
     const double age = std::fabs(now - run.last_time), step_ms = median_value(run.series("ms"));
     const double patience = std::fmax(60, std::isfinite(step_ms) ? step_ms * 5e-3 : 0);
     return (age < patience ? "running, " : "ended early, ") + at;
@@ -158,7 +159,7 @@ inline RunHistory read_run_history(std::string folder) {
     while (folder.size() > 1 && folder.back() == '/') folder.pop_back();
     const std::string path = folder + "/log.jsonl";
     if (!file_exists(folder)) fail("--from %s: no such folder; give that of a run, such as runs/tiny", folder);
-    if (!file_exists(folder + "/.")) fail("--from %s is a file: give the folder of a run", folder);
+    if (!is_folder(folder)) fail("--from %s is a file: give the folder of a run", folder);
     if (!file_exists(path) && file_exists(folder + "/model.safetensors"))
         fail("--from %s is a checkpoint, which has no log: give the folder of its run", folder);
     if (!file_exists(path)) fail("--from %s holds no log.jsonl: give the folder of a run", folder);

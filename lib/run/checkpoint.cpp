@@ -177,7 +177,7 @@ bool is_checkpoint(const std::string& folder) {
 }
 
 Checkpoint find_checkpoint(const std::string& from, const char* option) {
-    if (file_exists(from) && !file_exists(from + "/."))
+    if (file_exists(from) && !is_folder(from))
         fail("%s %s is a file: give the folder of a run or of one checkpoint", option, from);
     if (is_checkpoint(from)) return open_checkpoint(from, Wanted::MODEL);
     const Checkpoint newest = newest_checkpoint(from, Wanted::MODEL);

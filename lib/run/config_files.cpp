@@ -84,7 +84,7 @@ static std::string vocabulary_of_checkpoint(const std::string& folder) {
 
 // --init-from: what was not given of the model is as it is there. Refusals are left to find_checkpoint().
 static void inherit_model(Config& c) {
-    if (!file_exists(c.init_from + "/.")) return;
+    if (!is_folder(c.init_from)) return;
     std::string path = c.init_from + "/config.json";
     for (const int64_t step : checkpoint_steps(c.init_from))
         if (!file_exists(path)) path = checkpoint_folder(c.init_from, step) + "/config.json";
@@ -190,7 +190,8 @@ static void require_unchanged(const Config& c, const Option& o, const std::strin
     static const struct {
         const char *option, *because;
     } kept[] = {{"seed", "data order and rounding follow from it, and the run began with"},
-                {"optimizer", "its moments are those of"}};
+                {"optimizer", "its moments are those of"},
+                {"model", "it has the shape of"}};
     for (const auto& [name, because] : kept)
         if (!std::strcmp(o.name, name) && value_text(c, o) != was && !checkpoint_steps(folder).empty())
             fail("cannot resume from %s with --%s %s: %s %s; leave --%s out, or begin a new run with --init-from",
@@ -286,7 +287,7 @@ static void print_changed_options(const Config& c, const Json& then) {
 
 void print_resume(const Config& c, const Checkpoint& checkpoint) {
     if (checkpoint.folder.empty()) {
-        if (c.resume) print("resume: nothing to resume under %s, this run starts at step 0\n", printable(c.out));
+        if (c.resume) complain("--resume: nothing to resume under %s, this run starts at step 0", printable(c.out));
         return;
     }
     print("resume: %s, step %d\n", printable(checkpoint.folder), checkpoint.step);

@@ -70,9 +70,12 @@ bool overlay(Config& c, const Option& o, const std::string& value, Source source
 // The option that a word without one is the value of: the folder of a run after a verb that reads one, or after
 // --resume. "": none.
 static std::string option_of_folder(const std::string& word, Verb verb, const std::string& last, const Config& c) {
-    const bool is_file = access(word.c_str(), F_OK) == 0 && access((word + "/.").c_str(), F_OK) != 0;
-    if (word.empty() || is_file) return "";
-    if (verb == TRAIN) return last == "resume" && !c.is_given("out") ? "out" : "";
+    if (word.empty()) return "";
+    if (verb == TRAIN && last == "resume" && !c.is_given("out")) {
+        if (!is_folder(word)) fail_usage("--resume %s: there is no such folder; a new run is begun by --out", word);
+        return "out";
+    }
+    if (file_exists(word) && !is_folder(word)) return "";
     const bool reads_runs = verb & (SAMPLE | EVAL | EXPORT | IMPORT | REPORT | INSPECT);
     return reads_runs && (verb == REPORT || !c.is_given("from")) ? "from" : "";
 }

@@ -15,7 +15,7 @@ void require_run_folder(const std::string& folder) {
     struct stat locked, named;
     if (fstat(run_folder_lock, &locked) != 0 || stat(folder.c_str(), &named) != 0 || locked.st_dev != named.st_dev ||
         locked.st_ino != named.st_ino)
-        fail("--out %s was removed or moved while the run went on", folder);
+        fail("--out %s was removed or moved while the run went on: move it back", folder);
 }
 
 // Whether these may also be somebody else's, who has given them this name; they are not where there is no run.
@@ -87,11 +87,12 @@ void remove_halt_file(const std::string& out) {
 }
 
 void RunLog::write(FILE* file, const std::string& line, const Json* record) {
-    const bool written = std::fprintf(file, "%s\n", line.c_str()) >= 0 && std::fflush(file) == 0;
+    const char* const before = torn.erase(file) ? "\n" : "";  // ends what was left of a line
+    const bool written = std::fprintf(file, "%s%s\n", before, line.c_str()) >= 0 && std::fflush(file) == 0;
+    if (!written) torn.insert(file);
     if (written && (!record || !events || add_event(*record))) return;
     if (!warned)
-        complain("cannot write the run's log: %s; lines are missing there from now on, stdout has them",
-                 std::strerror(errno));
+        complain("cannot write the run's log: %s; lines are missing there, stdout has them", std::strerror(errno));
     warned = true;
     std::clearerr(file);
 }

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <filesystem>
 #include <memory>
+#include <set>
 #include <sstream>
 #include <string>
 #include <tuple>
@@ -103,6 +104,7 @@ struct RunLog {
 
   private:
     bool warned = false;
+    std::set<FILE*> torn;  // they end within a line
 
     bool add_event(const Json& record);
 

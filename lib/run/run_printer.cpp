@@ -10,6 +10,9 @@ void print_run(const TrainConfig& c, const Machine& machine, const TensorList& t
           counted(world.size, "rank"), world.launcher, world.local_size, world.host,
           counted(device.threads, "CPU thread"));
     if (!device.idle.empty()) print("        %s\n", device.idle);
+    if (world.size > 1 && std::getenv("OMPI_COMM_WORLD_SIZE") && world.launcher == "mpirun")
+        print("        Open MPI's mpirun kills ranks a second after Ctrl-C: touch %s/halt saves before it ends\n",
+              printable(c.out));
     if (world.size > 1)
         print("ranks:  gradients travel %s, in %s, %s of %.1f MB, %s%s\n", machine.path.text, c.grad_reduce,
               counted(int64_t(partition.buckets()), "bucket"), double(partition.bucket) * 4e-6,
@@ -196,14 +199,19 @@ void RunPrinter::print_end(Stop stop, const TrainState& state, const TrainConfig
             "the last checkpoint could not be written: %s; what was learnt since %s is lost; mend that and run "
             "again%s",
             save_error, last_saved.empty() ? "the start" : last_saved, last_saved.empty() ? "" : " with --resume");
-    if (stop != GO_ON)  // such a run is to be resumed, and its exit status says so
-        return print("stopped by %s after step %d of %d; %s\n",
-                     stop == HALTED        ? "the halt file"
-                     : stop == INTERRUPTED ? "SIGINT"
-                                           : "SIGTERM, SIGUSR1, SIGHUP or SIGXCPU",
-                     state.step, steps,
-                     last_saved.empty() ? "nothing is saved yet, so the same command begins again"
-                                        : "the same command with --resume goes on");
+    if (stop != GO_ON) {  // such a run is to be resumed, and its exit status says so
+        const bool unread = stop_signal == SIGPIPE;
+        const std::string text =
+            format_text("stopped by %s after step %d of %d; %s",
+                        unread                ? "the end of what read its output"
+                        : stop == HALTED      ? "the halt file"
+                        : stop == INTERRUPTED ? "SIGINT"
+                                              : "SIGTERM, SIGUSR1, SIGHUP or SIGXCPU",
+                        state.step, steps,
+                        last_saved.empty() ? "nothing is saved yet, so the same command begins again"
+                                           : "the same command with --resume goes on");
+        return unread ? complain(text) : print("%s\n", text);
+    }
     if (state.bad_steps)
         fail(
             "the last %s not finite, so the weights are those of step %d; lower --lr or look at the data: the "

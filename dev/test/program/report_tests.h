@@ -227,6 +227,8 @@ PROGRAM_TEST(report_reads_logs_that_end_anywhere) {
 
 PROGRAM_TEST(report_tells_finished_running_and_ended_runs_apart) {
     const RunHistory done = history(folder, "done", resumed_run());
+    CHECK(holds(describe_state(done, 4611), "checkpoint is not here", "step 4 of 4"));
+    make_folders(done.folder + "/step_00000004");
     CHECK_EQUAL(describe_state(done, 4611), "finished, step 4 of 4");
     const RunHistory half = history(folder, "half", start(0, 1000) + training(2, 1010, "5", 1));
     CHECK_EQUAL(describe_state(half, 1030), "running, step 2 of 4");

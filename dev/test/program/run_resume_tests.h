@@ -68,7 +68,11 @@ PROGRAM_TEST(run_resumed_bare_is_the_run) {
           with_statistics("whole") == with_statistics("parts"));
     CHECK(holds(resumed, "1 CPU thread each"));
     check({{"--resume @/parts --seed 4", 1, {"--seed 4", "1337"}},
-           {"--resume @/parts --optimizer adamw", 1, {"--optimizer adamw", "muon"}}});
+           {"--resume @/parts --optimizer adamw", 1, {"--optimizer adamw", "muon"}},
+           {"--resume @/parts --model 2m", 1, {"--model 2m", "tiny"}},
+           {"--resume @/parts/step_00000004", 1, {"parts/step_00000004", "is a checkpoint", "folder of a run"}},
+           {"--resume @/nowhere", 2, {"nowhere", "no such folder", "--out"}},
+           {"--resume @/parts/run.json", 2, {"run.json", "folder"}}});
     // What is given counts.
     CHECK(holds(printed("--resume @/parts --steps 9 --schedule linear"), "resume: --steps is 9, was 4"));
 }
@@ -92,6 +96,18 @@ PROGRAM_TEST_LONG(pytorch_repeats_an_update) {
         const Result other = compare("/step_00000005");
         CHECK(other.status == 1 && holds(other.err, "of a change of"));
     }
+}
+
+// A GPU that is there and does not work is no reason to train on the processor for a night.
+TEST(broken_gpu_is_not_replaced_by_the_processor) {
+    const World world;
+    GpuSearch gpus = NoEngine::search();
+    gpus.broken = true;
+    Config c;
+    c.device = "auto", c.attention_kernel = "auto";
+    CHECK_FAILS(1, "--device cpu", choose_device(c, world, gpus));
+    c.device = "cpu";
+    CHECK(!choose_device(c, world, gpus).gpu);
 }
 
 // What the machine cannot give is said in the line that names the change; what was given with --resume is kept, or

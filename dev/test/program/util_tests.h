@@ -103,6 +103,18 @@ TEST(cgroup_limits_are_the_tightest_of_all_levels) {
     }
 }
 
+// Nobody knows what is in a folder of somebody else.
+TEST(files_in_a_closed_folder_are_not_said_to_be_absent) {
+    const TempFolder folder;
+    const std::string inside = folder.file("closed/there");
+    const uid_t user = geteuid();
+    make_folders(inside);
+    REQUIRE(chmod(folder.file("closed").c_str(), 0) == 0 && (user || seteuid(65534) == 0));
+    const std::string error = error_of([&] { file_exists(inside); });
+    REQUIRE((user || seteuid(user) == 0) && chmod(folder.file("closed").c_str(), 0700) == 0);
+    CHECK(holds(error, inside));
+}
+
 TEST(tests_that_no_name_has_are_an_error) {
     const std::string self = "'" + std::filesystem::read_symlink("/proc/self/exe").string() + "' --list --only ";
     CHECK_EQUAL(WEXITSTATUS(std::system((self + "tests_that_no_name_has >/dev/null").c_str())), 0);
