@@ -77,9 +77,10 @@ class PrefixLock {
 };
 
 // Writes <prefix>_<split>_000000.bin and so on, counting from first_index, with shard_tokens tokens in each file but
-// the last; a document may straddle two files. A shard gets its name once it is complete: it grows as <name>.tmp and is
-// renamed after its header has been filled in and synced. A writer that ends without close() leaves no unfinished file.
-// A shard that exists already is never replaced: the writer fails. Its caller holds the PrefixLock.
+// the last; a document may straddle two files. Shards get their names in close(), when all are complete and synced;
+// until then each is <name>.tmp. A writer that ends without close() leaves no file, one that is killed leaves those,
+// which the next one removes. A shard that exists already is never replaced: the writer fails. Its caller holds the
+// PrefixLock.
 class ShardWriter {
   public:
     ShardWriter(std::string prefix, std::string split, int first_index, uint64_t shard_tokens, int vocab_size,
@@ -91,6 +92,11 @@ class ShardWriter {
           vocab_size(vocab_size),
           vocab_digest(vocab_digest) {
         make_folders(folder_of(this->prefix));
+        const std::string left = glob_literal(this->prefix) + "_" + this->split + "_[0-9]?????.bin.tmp";
+        for (const std::string& file : glob_files(left)) std::remove(file.c_str());  // of a writer that was killed
+    }
+    ~ShardWriter() {
+        for (const std::string& name : finished) std::remove((name + ".tmp").c_str());
     }
 
     void write(const uint16_t* tokens, size_t n) {
@@ -102,13 +108,23 @@ class ShardWriter {
             n -= part;
             in_shard += part;
             total += part;
-            if (in_shard == shard_tokens) finish_shard();
+            if (in_shard == shard_tokens) finish();
         }
     }
 
-    // Completes the last shard. If there were no tokens, there is no file.
+    // Completes the open shard.
+    void finish() {
+        if (!file) return;
+        file->write_again(make_header(int32_t(in_shard)).data(), SHARD_HEADER_BYTES);
+        file->close();
+        file.reset();
+        finished.push_back(path);
+    }
+
+    // Completes the last shard and names all of them. If there were no tokens, there is no file.
     void close() {
-        if (file) finish_shard();
+        finish();
+        for (const std::string& name : std::exchange(finished, {})) rename_path(name + ".tmp", name);
     }
 
     uint64_t tokens() const { return total; }  // written so far, in all shards together
@@ -118,32 +134,24 @@ class ShardWriter {
     int index;
     uint64_t shard_tokens;
     int vocab_size;
-    uint32_t vocab_digest;             // see Tokenizer::digest
-    std::string path;                  // of the open shard, without .tmp
-    std::unique_ptr<FileWriter> file;  // null between shards
+    uint32_t vocab_digest;              // see Tokenizer::digest
+    std::string path;                   // of the open shard, without .tmp
+    std::unique_ptr<FileWriter> file;   // null between shards
+    std::vector<std::string> finished;  // paths of the shards that are complete, without .tmp
     uint64_t in_shard = 0, total = 0;
 
     void open_shard() {
         if (index > 999999)
             fail("more than 1000000 shards of %s_%s: raise the number of tokens per shard", prefix, split);
-        path = format_text("%s_%s_%06d.bin", prefix, split, index);
+        path = format_text("%s_%s_%06d.bin", prefix, split, index++);
         if (file_exists(path)) fail("%s exists already: remove the old shards or choose another output name", path);
-        std::remove((path + ".tmp").c_str());  // of a writer that was killed
         file = std::make_unique<FileWriter>(path + ".tmp");
         in_shard = 0;
-        file->write(make_header(0).data(), SHARD_HEADER_BYTES);  // no valid shard until finish_shard() writes the count
+        file->write(make_header(0).data(), SHARD_HEADER_BYTES);  // no valid shard until finish() writes the count
     }
 
     std::array<int32_t, 256> make_header(int32_t tokens) const {
         return {SHARD_MAGIC, SHARD_VERSION, tokens, vocab_size, int32_t(vocab_digest)};
-    }
-
-    void finish_shard() {
-        file->write_again(make_header(int32_t(in_shard)).data(), SHARD_HEADER_BYTES);
-        file->close();
-        file.reset();
-        rename_path(path + ".tmp", path);
-        index++;
     }
 };
 
@@ -166,6 +174,10 @@ inline std::vector<std::string> shard_files(const std::string& pattern, const st
             fail("%s: %s is a folder: give its shards by a pattern, as in %s %s", option, file, option,
                  shell_word(glob_literal(file, SPECIAL_IN_SETS) +
                             (option == "--data" ? "/*_train_*.bin" : "/*_val_*.bin")));
+    std::vector<std::string> left;
+    error_of([&] { left = glob_files(pattern + ".tmp"); });  // a folder that cannot be read holds none
+    if (!left.empty())
+        fail("%s: %s: a tokenize still runs, or was stopped: then remove its shards and repeat it", option, left[0]);
     return files;
 }
 

@@ -520,6 +520,7 @@ class TokenSpool {
             }
             progress.done = double(at);
         }
+        val.finish();  // whatever can fail does before the first has its name
         train.close();
         val.close();
     }

@@ -95,17 +95,20 @@ TEST(tokenize_has_its_prefix_for_itself) {
         CHECK(file_exists(lock));
     }
     write_file(lock, "");
-    write_file(f.options.out + "_train_000001.bin.tmp", "half a shard");
+    for (const char* left : {"_train_000001.bin.tmp", "_val_000007.bin.tmp"}) write_file(f.options.out + left, "half");
     tokenize_files(f.options);
     CHECK_EQUAL(f.train(), "|text");
     CHECK_EQUAL(glob_files(f.options.out + "*").size(), size_t(1));
     // Files of others stay as they are.
     f.options.out = f.folder.file("shards/y");
     write_file(f.options.out + ".lock", "theirs"), write_file(f.options.out + "_tokens.tmp", "theirs");
+    const std::string other = f.options.out + "_val_2_train_000001.bin.tmp";
+    write_file(other, "theirs");
     CHECK_FAILS(1, "y.lock is no lock of this program", tokenize_files(f.options));
     std::remove((f.options.out + ".lock").c_str());
     tokenize_files(f.options);
     CHECK_EQUAL(read_file(f.options.out + "_tokens.tmp"), "theirs");
+    CHECK_EQUAL(read_file(other), "theirs");
 }
 
 TEST(tokenize_splits_documents_at_the_separator) {

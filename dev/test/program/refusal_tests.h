@@ -117,6 +117,7 @@ PROGRAM_TEST(refusals_of_bad_training_data) {
     write("cut.bin", good.substr(0, good.size() - 1));
     write("text.bin", "It was a dark and stormy night."), write("packed.gz", GZIP_TEXT);
     write("gpt2.bin", shard(random_tokens(1000, 1), 50257));
+    write("left_1.bin", good), write("left_2.bin.tmp", good);  // by a tokenize that was killed
     for (const int n : {30, 64, 128}) write(format_text("%d.bin", n), shard(random_tokens(size_t(n), 3)));
     check({
         {"small --data=@/none_*.bin", 1, {"--data", "@/none_*.bin"}},
@@ -126,6 +127,8 @@ PROGRAM_TEST(refusals_of_bad_training_data) {
         {"small --data=@/text.bin", 1, {"@/text.bin", "tokenize"}},
         {"small --data=@/dir", 1, {"@/dir", "folder", "/*_train_*.bin'"}},
         {"small --data=@/packed.gz", 1, {"packed.gz", "gzip"}},
+        {"small --data=@/left_*.bin", 1, {"--data", "left_2.bin.tmp", "tokenize"}},
+        {"small --data=@/good.bin --val-data=@/left_*.bin", 1, {"--val-data", "left_2.bin.tmp"}},
         {"small --data=@/good.bin --val-data=@/gpt2.bin", 1, {"@/gpt2.bin", "50257", "256"}},
         {"small --data=@/64.bin", 1, {"--data", "64", "--seq-len"}},
         {"small --data=@/128.bin", 1, {"--data", "128", "--total-batch"}},  // one sample, the step needs two
