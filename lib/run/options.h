@@ -344,7 +344,7 @@ inline const Option OPTIONS[] = {
     {"text-key", TOKENIZE | VOCABULARY, &TokenizeConfig::text_key, "text", ANY, "key of the text in a line of .jsonl"},
     {"val-fraction", TOKENIZE, &TokenizeConfig::val_fraction, "0.01", between(0, 1),
      "share of the tokens that goes to the validation shards"},
-    {"shard-tokens", TOKENIZE, &TokenizeConfig::shard_tokens, "100000000", between(1, 2e9), "tokens per shard"},
+    {"shard-tokens", TOKENIZE, &TokenizeConfig::shard_tokens, "100000000", between(1024, 2e9), "tokens per shard"},
     {"split-documents", TOKENIZE | VOCABULARY, &TokenizeConfig::split_documents, "", ANY,
      "text that separates documents inside a .txt"},
     {"skip-bad", TOKENIZE | VOCABULARY, &TokenizeConfig::skip_bad, "off", ANY,
