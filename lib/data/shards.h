@@ -206,7 +206,7 @@ inline std::string name_foreign_format(const std::string& head) {
                            magic, SHARD_MAGIC) +
                tokenize;
     if (const ForeignKind* const kind = foreign_by_bytes(head))
-        return format_text("%s: %s", kind->name, *kind->program ? "unpack it first" : tokenize);
+        return format_text("%s: %s", kind->name, *kind->output ? tokenize : "unpack it first");
     const auto is_text = [](unsigned char c) { return c >= ' ' || (c >= '\t' && c <= '\r'); };
     if (std::all_of(head.begin(), head.end(), is_text)) return "text, not tokens: " + tokenize;
     return "no token shard: its first number is " + std::to_string(magic) + ", expected " +

@@ -37,16 +37,21 @@ inline uint64_t text_file_size(const std::string& path) {
 constexpr const char* TEXT_ENDINGS = ".txt or .jsonl";
 
 // Files that are no text yet, by the endings of their names and by their first bytes, and the program that makes text
-// of them, which does it better than we would.
+// of them, which does it better than we would; output: where it writes, if not to stdout.
 struct ForeignKind {
-    const char *ending, *beginning, *name, *program;
+    const char *ending, *beginning, *name, *program, *output;
 };
-constexpr ForeignKind FOREIGN_KINDS[] = {{".gz", "\x1f\x8b", "compressed by gzip", "zcat"},
-                                         {".zst", "\x28\xb5\x2f\xfd", "compressed by zstd", "zstdcat"},
-                                         {".xz", "\xfd\x37zXZ", "compressed by xz", "xzcat"},
-                                         {".bz2", "BZh91AY&SY", "compressed by bzip2", "bzcat"},
-                                         {".zip", "PK\x03\x04", "an archive of zip", "unzip -p"},
-                                         {".parquet", "PAR1\x15", "a table of Parquet", ""}};
+constexpr ForeignKind FOREIGN_KINDS[] = {
+    {".gz", "\x1f\x8b", "compressed by gzip", "zcat", ""},
+    {".zst", "\x28\xb5\x2f\xfd", "compressed by zstd", "zstdcat", ""},
+    {".xz", "\xfd\x37zXZ", "compressed by xz", "xzcat", ""},
+    {".bz2", "BZh91AY&SY", "compressed by bzip2", "bzcat", ""},
+    {".zip", "PK\x03\x04", "an archive of zip", "unzip -p", ""},
+    {".parquet", "PAR1\x15", "a table of Parquet", "data/parquet_to_jsonl.py", " NEW.jsonl"},
+    {".pdf", "%PDF-", "a PDF", "pdftotext", " NEW.txt"},
+    {".json", "", "JSON (with an object in each line rename it to .jsonl)", "jq -c '.[]'", " > NEW.jsonl"},
+    {".bin", "\x88\xd8\x34\x01", "no text; token shards need no tokenize, --data takes them", "", ""},
+    {".bin", "\xa1\xd9\x34\x01", "a token shard of llm.c with 32-bit tokens", "", ""}};
 
 // Null for text, or what may be text.
 inline const ForeignKind* foreign_by_name(const std::string& path) {
@@ -56,14 +61,15 @@ inline const ForeignKind* foreign_by_name(const std::string& path) {
 }
 inline const ForeignKind* foreign_by_bytes(const std::string& first) {
     for (const ForeignKind& kind : FOREIGN_KINDS)
-        if (first.compare(0, std::strlen(kind.beginning), kind.beginning) == 0) return &kind;
+        if (*kind.beginning && first.compare(0, std::strlen(kind.beginning), kind.beginning) == 0) return &kind;
     return nullptr;
 }
 
 // reader: the verb and the option that would read its text from stdin, as "tokenize --in"; "": none would.
 [[noreturn]] inline void fail_foreign(const std::string& path, const ForeignKind& kind, const std::string& reader) {
     const std::string file = path.empty() ? "FILE" : shell_word(path), what = path.empty() ? "stdin" : path;
-    if (!*kind.program) fail("%s is %s: make text of it: data/parquet_to_jsonl.py %s NEW.jsonl", what, kind.name, file);
+    if (!*kind.program) fail("%s is %s", what, kind.name);
+    if (*kind.output) fail("%s is %s: make text of it: %s %s%s", what, kind.name, kind.program, file, kind.output);
     if (reader.empty()) fail("%s is %s: unpack it first, as in: %s %s > NEW", what, kind.name, kind.program, file);
     fail("%s is %s: unpack it on the way, as in: %s %s | ./train_nsa %s - ...", what, kind.name, kind.program, file,
          reader);
@@ -101,7 +107,7 @@ class ByteSource {
     ByteSource(const TextInput& text, const std::string& reader)
         : name(text.name()),
           file(text.is_stdin ? fdopen(dup(STDIN_FILENO), "rb") : std::fopen(text.path.c_str(), "rbe"), std::fclose) {
-        if (!file) fail("cannot open %s: %s", name, std::strerror(errno));
+        if (!file) fail("cannot open %s: %s", name, text.is_stdin ? "it is closed" : std::strerror(errno));
         first.resize(256);
         first.resize(read_file(&first[0], first.size()));
         refuse_no_text(text.path, first, reader);
@@ -168,9 +174,7 @@ class TextInputs {
             const ForeignKind* const kind = foreign_by_name(ending);
             text +=
                 format_text("%s%d %s", text.empty() ? "" : ", ", count, ending.empty() ? "without an ending" : ending);
-            if (kind)
-                text +=
-                    format_text(" (%s makes text of it)", *kind->program ? kind->program : "data/parquet_to_jsonl.py");
+            if (kind && *kind->program) text += format_text(" (%s makes text of it)", kind->program);
             else if (is_named_ending(ending)) text += format_text(" (as text: --in '*%s')", ending);
         }
         return text;
@@ -206,7 +210,8 @@ class TextInputs {
         const auto is_text = [](const std::string& name) {
             return has_ending(name, ".jsonl") || has_ending(name, ".txt");
         };
-        const bool is_packed = kind && is_text(path.substr(0, path.size() - std::strlen(kind->ending)));
+        const bool is_packed = kind && *kind->program && !*kind->output &&
+                               is_text(path.substr(0, path.size() - std::strlen(kind->ending)));
         if (!was_named && !is_text(path) && !is_packed) return passed_over.push_back(path);
         try {
             input.bytes = text_file_size(path);

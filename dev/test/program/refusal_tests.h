@@ -152,6 +152,8 @@ PROGRAM_TEST(refusals_of_bad_input_of_tokenize) {
     write("utf32.txt", std::string("w\0\0\0o\0\0\0", 8));
     write("little.txt", std::string("w\0o\0r\0d\0s\0", 10));
     write("big.txt", std::string("\0w\0o\0r\0d\0s", 10));
+    write("list.json", "[{}]"), write("pdf.txt", "%PDF-1.7"), write("x.bin", shard({1}));
+    write("shard.txt", shard({1})), write("llama3.txt", std::string("\xa1\xd9\x34\1", 4));
     const std::string tokenize = "tokenize --tokenizer bytes --threads 1 --out @/shards --in ";
     check({
         {tokenize + "@/empty.txt", 1, {"--in", "empty.txt"}},
@@ -163,9 +165,16 @@ PROGRAM_TEST(refusals_of_bad_input_of_tokenize) {
         {tokenize + "@/big.txt", 1, {"UTF-16BE", "iconv"}},
         {tokenize + "@/words.txt --split-documents \\q", 2, {"--split-documents"}},
         {tokenize + "@/none.txt", 1, {"none.txt"}},
+        {tokenize + "@/list.json", 1, {"list.json", "jq", "rename", ".jsonl"}},
+        {tokenize + "@/pdf.txt", 1, {"pdf.txt", "pdftotext"}},
+        {tokenize + "@/x.bin", 1, {"x.bin", "shard", "--data"}},
+        {tokenize + "@/shard.txt", 1, {"shard.txt", "--data"}},
+        {tokenize + "@/llama3.txt", 1, {"llama3.txt", "shard"}},
+        {tokenize + "@/words.txt --shard-tokens 1023", 2, {"--shard-tokens", "1024"}},
         {"tokenize --in @/words.txt --out @/shards --vocab-dir @/none", 1, {"@/none"}},
         {"tokenize --in @/words.txt --out @/shards --vocab-dir @/dir", 1, {"@/dir"}},
     });
+    CHECK_REFUSED(in_shell("\"$@\" <&-", tokenize + "-"), 1, "stdin", "closed");
     CHECK(glob_files(file("shards*")).empty());
     CHECK_EQUAL(run(tokenize + "@/words.txt").status, 0);
     check({{tokenize + "@/words.txt", 1, {"--out", "@/shards_train_000001.bin"}}});
