@@ -209,9 +209,10 @@ inline std::string name_foreign_format(const std::string& head) {
         return format_text("%s: %s", kind->name, *kind->output ? tokenize : "unpack it first");
     const auto is_text = [](unsigned char c) { return c >= ' ' || (c >= '\t' && c <= '\r'); };
     if (std::all_of(head.begin(), head.end(), is_text)) return "text, not tokens: " + tokenize;
-    return "no token shard: its first number is " + std::to_string(magic) + ", expected " +
-           std::to_string(SHARD_MAGIC) +
-           "; if it is a header-less .bin of nanoGPT, put 256 int32 {20240520, 1, number of tokens, 0, 0 ...} before "
-           "its tokens, or " +
-           tokenize;
+    const bool is_other = head.compare(0, 6, "\x93NUMPY") == 0 || head.find("{\"") == 8 ||  // .npy, .safetensors
+                          int32_t(__builtin_bswap32(uint32_t(magic))) == SHARD_MAGIC;
+    const char* const or_tokens =
+        "; if a .bin of nanoGPT with GPT-2 tokens, put 256 int32 {20240520, 1, their number, 0 ...} before them, or ";
+    return format_text("no token shard: its first number is %d, expected %d%s%s", magic, SHARD_MAGIC,
+                       is_other ? ": " : or_tokens, tokenize);
 }

@@ -76,8 +76,9 @@ inline TokenSource open_shard(const std::string& path, size_t set = 0) {
     if (header.version != SHARD_VERSION)
         fail("%s: version %d at byte 4, expected %d", path, header.version, SHARD_VERSION);
     if (header.tokens < 1)
-        fail("%s: number of tokens %d at byte 8, expected 1..%d: the header is damaged or the shard was never finished",
-             path, header.tokens, INT32_MAX);
+        fail("%s: number of tokens %d at byte 8, expected 1..%d: %s", path, header.tokens, INT32_MAX,
+             bytes > 2ull * INT32_MAX + SHARD_HEADER_BYTES ? "a file holds at most so many, split it"
+                                                           : "the header is damaged or the shard was never finished");
     if (header.vocab_size < 0 || header.vocab_size > 65536)
         fail("%s: vocabulary size %d at byte 12, expected 1..65536, or 0 for not recorded", path, header.vocab_size);
     for (int i = 0; i < 251; i++)

@@ -155,15 +155,20 @@ TEST(foreign_formats_are_named) {
     const struct {
         std::string bytes, words;
     } cases[] = {
-        {nanogpt, "header-less .bin of nanoGPT"},
+        {nanogpt, "nanoGPT with GPT-2 tokens"},
+        {"\x93NUMPY\1" + zeros, "no token shard"},
+        {little_endian(96, 8) + "{\"x\":{}}" + zeros, "no token shard"},  // safetensors
+        {std::string("\1\x34\xd8\x88\0\0\0\1", 8) + zeros, "no token shard"},
         {little_endian(20240326, 4) + little_endian(3, 4) + zeros, "a file of llm.c of another kind, number 20240326"},
         {little_endian(20240801, 4) + little_endian(7, 4) + zeros, "number 20240801; token shards have 20240520"},
-        {"PAR1" + zeros, "is no token shard: its first number is 827474256"},
+        {"PAR1\x15" + zeros, "Parquet"},
         {"{\"text\": \"Caf\xc3\xa9\"}\n", "is text, not tokens"},
         {"a", "is text, not tokens"}};
     for (const auto& c : cases) {
         write_file(folder.file("x.bin"), c.bytes);
         CHECK_FAILS(1, c.words.c_str(), open_shard(folder.file("x.bin")));
+        const std::string error = error_of([&] { open_shard(folder.file("x.bin")); });
+        CHECK_EQUAL(holds(error, "nanoGPT"), c.bytes == nanogpt);
     }
 }
 
@@ -199,6 +204,10 @@ TEST(shard_beyond_two_gigabytes) {  // the largest the header can count: 4 GiB; 
     again.restore({7, uint64_t(T), again.state().corpus, samples - 1});
     CHECK_FAILS(1, format_text("big.bin: token 65535 at byte %d ", bad).c_str(),
                 again.next_batch(inputs.data(), targets.data(), 1));
+    write_file(path, shard_header(20240520, 1, INT32_MIN));  // one more than it can count
+    REQUIRE(truncate(path.c_str(), off_t(1024 + 2 * (count + 1))) == 0);
+    CHECK_FAILS(1, "2147483647", open_shard(path));
+    CHECK_FAILS(1, "split", open_shard(path));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
