@@ -141,7 +141,8 @@ struct MergedTokens {
             if (known == id_of.end())
                 fail("%s: the token %s is no byte and is made by no merge of %s", at(), name, file);
             if (id != int64_t(known->second) && known->second < 256)
-                fail("%s: the byte %s has id %d, expected %d", at(), name, id, known->second);
+                fail("%s: the byte %s has id %d, expected %d: ./train_nsa vocabulary learns one in GPT-2's order", at(),
+                     name, id, known->second);
             if (id != int64_t(known->second))
                 fail("%s: the token %s has id %d, but %s %d of %s makes it id %d", at(), name, id, what,
                      place_of[known->second], file, known->second);
@@ -176,9 +177,13 @@ inline Json parse_tokenizer_json(const std::string& path) {
     if (!is_bpe || !type || type->text != "ByteLevel" || (prefix && prefix->is_true) ||
         (by_words && !by_words->is_true) || (normalizer && normalizer->kind != Json::Null))
         fail(
-            "%s is no tokenizer of GPT-2's kind: expected a BPE, the pre_tokenizer ByteLevel with use_regex and "
-            "without add_prefix_space, and no normalizer",
-            path);
+            "%s is no tokenizer of GPT-2's kind: found %s, pre_tokenizer %s; expected a BPE, ByteLevel with use_regex "
+            "and without add_prefix_space, and no normalizer: ./train_nsa vocabulary learns one",
+            path, kind ? kind->text : "no type", type ? type->text : "none");
+    for (const char* key : {"end_of_word_suffix", "continuing_subword_prefix", "dropout"})
+        if (const Json* const value = model.find(key))
+            if (value->number_value != 0 || (value->kind == Json::String && !value->text.empty()))
+                fail("%s: %s is %s, expected none: ./train_nsa vocabulary learns one", path, key, value->to_text());
     return root;
 }
 

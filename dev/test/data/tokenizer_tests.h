@@ -716,6 +716,7 @@ TEST(damaged_vocabularies_are_refused_with_their_place) {
     ids_with("326 tokens, expected 327", [](Lines& l) { l.erase(l.begin() + 200); });
     ids_with("has id 257, but line 2 of", [](Lines& l) { l[256] = l[256].substr(0, l[256].size() - 1) + "7"; });
     ids_with("the byte \"!\" has id 1, expected 0", [](Lines& l) { l[0] = "\"!\": 1"; });
+    ids_with("vocabulary learns", [](Lines& l) { l[0] = "\"!\": 1"; });
     ids_with("is no byte and is made by no merge of", [](Lines& l) { l[300] = "\"xyz\": 300"; });
     ids_with("has a character that stands for no byte", [](Lines& l) { l[300] = "\"\\u3042\": 300"; });
     ids_with("<|endoftext|> has id 5, expected 326", [](Lines& l) { l.back() = "\"<|endoftext|>\": 5"; });
@@ -731,6 +732,23 @@ TEST(damaged_vocabularies_are_refused_with_their_place) {
     }
     ids_with("found a string, expected a number", [](Lines& l) { l[7] = "\"(\": \"7\""; });
     ids_with("found 7.5, expected a whole number", [](Lines& l) { l[7] = "\"(\": 7.5"; });
+    // tokenizer.json of other kinds.
+    const struct {
+        const char *model, *cut;
+        std::vector<const char*> words;
+    } foreign[] = {{R"("type": "Unigram")", "null", {"Unigram", "vocabulary"}},
+                   {R"("type": "WordPiece")", R"({"type": "BertPreTokenizer"})", {"WordPiece", "BertPreTokenizer"}},
+                   {R"("type": "BPE")", R"({"type": "Sequence"})", {"BPE", "Sequence"}},
+                   {R"("type": "BPE", "end_of_word_suffix": "</w>")", "", {"end_of_word_suffix", "</w>"}},
+                   {R"("merges": [], "continuing_subword_prefix": "##")", "", {"continuing_subword_prefix", "##"}},
+                   {R"("type": "BPE", "dropout": 0.1)", "", {"dropout", "0.1"}},
+                   {R"("type": "BPE", "dropout": null, "end_of_word_suffix": "")", "", {"has no key \"vocab\""}}};
+    for (const auto& [model, cut, words] : foreign) {
+        TempFolder f;
+        write_file(f.file("tokenizer.json"), format_text("{\"model\": {%s}, \"pre_tokenizer\": %s}", model,
+                                                         *cut ? cut : "{\"type\": \"ByteLevel\"}"));
+        for (const char* word : words) CHECK_FAILS(1, word, Tokenizer::gpt2(f.path));
+    }
     const auto tiktoken_with = [&](const char* words, const auto& damage) {
         const std::string text = lines_text(damaged(naive.tiktoken_lines(), damage));
         refused("x.tiktoken", words, [&](auto& f) { write_file(f.file("x.tiktoken"), text); });
