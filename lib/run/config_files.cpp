@@ -234,6 +234,7 @@ void read_options_file(Config& c, bool prints) {
     const Json file = parse_own_json(bytes, path);
     file.require(Json::Object, path);
     const bool of_run = file.find("program");  // a run.json; by hand, everything in it is meant
+    if (file.find("architecture")) fail_usage("%s is the config of a checkpoint: give the run.json of its run", path);
     const Json* const attention = file.find("attention");
     ModelConfig of_file;
     of_file.attention = attention ? attention->text : "nsa";

@@ -195,6 +195,7 @@ PROGRAM_TEST(run_options_come_from_a_file) {
              {"{\"steps\": 1, \"seq-len\": 2, \"seq_len\": 3}", "--seq-len stands there twice"},
              {"{\"config\": \"x\"}", "--config is for the command line"}})
         CHECK_FAILS(2, (file + ": " + words).c_str(), read(json));
+    CHECK_FAILS(2, "run.json", read("{\"architecture\": \"nsa\", \"layers\": 2}"));  // a checkpoint's config.json
     CHECK_FAILS(1, "not valid JSON", read("steps = 1"));
     // A run's own run.json begins the same run in another folder.
     REQUIRE_GOOD(run("small --steps=3 --seed=5"));
