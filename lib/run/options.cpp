@@ -71,10 +71,7 @@ bool overlay(Config& c, const Option& o, const std::string& value, Source source
 // --resume. "": none.
 static std::string option_of_folder(const std::string& word, Verb verb, const std::string& last, const Config& c) {
     if (word.empty()) return "";
-    if (verb == TRAIN && last == "resume" && !c.is_given("out")) {
-        if (!is_folder(word)) fail_usage("--resume %s: there is no such folder; a new run is begun by --out", word);
-        return "out";
-    }
+    if (verb == TRAIN) return last == "resume" && !c.is_given("out") ? "out" : "";
     if (file_exists(word) && !is_folder(word)) return "";
     const bool reads_runs = verb & (SAMPLE | EVAL | EXPORT | IMPORT | REPORT | INSPECT);
     return reads_runs && (verb == REPORT || !c.is_given("from")) ? "from" : "";
@@ -125,6 +122,8 @@ Config parse_options(int argc, const char* const* argv) {
                     "quotes, else the shell puts their names in its place (--help lists the options)",
                     word);
             set(option_named(name), word);
+            if (name == "out" && !is_folder(word))
+                fail_usage("--resume %s: there is no such folder; a new run is begun by --out", word);
             continue;
         }
         const size_t equals = word.find('=');

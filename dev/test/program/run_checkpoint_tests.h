@@ -111,8 +111,7 @@ PROGRAM_TEST(run_config_json_is_checked_field_by_field) {
 
 PROGRAM_TEST(run_resume_without_checkpoint_says_so_and_starts) {
     const Result r = run("small --resume=on");
-    CHECK_EQUAL(r.status, 0);
-    CHECK(holds(r.err, "nothing to resume under " + out) && holds(r.out, "step 0001 |"));
+    CHECK(r.status == 0 && holds(r.err, "nothing to resume under " + out) && holds(r.out, "step 0001 |"));
     const std::string again = printed("small --resume=on");  // already finished
     CHECK(!holds(again, "nothing to resume") && !holds(again, "step 0001 |"));
     CHECK(!file_exists(out + ".1"));

@@ -98,18 +98,6 @@ PROGRAM_TEST_LONG(pytorch_repeats_an_update) {
     }
 }
 
-// A GPU that is there and does not work is no reason to train on the processor for a night.
-TEST(broken_gpu_is_not_replaced_by_the_processor) {
-    const World world;
-    GpuSearch gpus = NoEngine::search();
-    gpus.broken = true;
-    Config c;
-    c.device = "auto", c.attention_kernel = "auto";
-    CHECK_FAILS(1, "--device cpu", choose_device(c, world, gpus));
-    c.device = "cpu";
-    CHECK(!choose_device(c, world, gpus).gpu);
-}
-
 // What the machine cannot give is said in the line that names the change; what was given with --resume is kept, or
 // refused elsewhere.
 PROGRAM_TEST(resume_gives_up_what_the_machine_cannot_give) {

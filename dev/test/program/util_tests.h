@@ -103,7 +103,6 @@ TEST(cgroup_limits_are_the_tightest_of_all_levels) {
     }
 }
 
-// Nobody knows what is in a folder of somebody else.
 TEST(files_in_a_closed_folder_are_not_said_to_be_absent) {
     const TempFolder folder;
     const std::string inside = folder.file("closed/there");
