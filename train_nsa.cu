@@ -1082,7 +1082,7 @@ struct Run {
         if (reducer) reducer->await_results(model.step);
         const std::vector<double> results = dev.receive();
         s.own_loss = results[model.LOSSES];
-        const bool halt = is_first() && file_exists(config.out + "/halt");
+        const bool halt = is_first() && access((config.out + "/halt").c_str(), F_OK) == 0;
         double sums[COUNT] = {s.own_loss, double(asked_to_terminate()), double(asked_to_interrupt()), double(halt)};
         model.note_phase("waiting for the other ranks");
         world.sum(sums, COUNT);

@@ -66,7 +66,7 @@ inline const char* cuda_hint(cudaError_t e) {
         case cudaErrorNvlinkUncorrectable:
         case cudaErrorDevicesUnavailable:
         case cudaErrorUnknown:
-            return "the GPU or its link failed, not the program: see dmesg for an Xid, and nvidia-smi -q";
+            return "the GPU or its link failed, or is another process's alone: see dmesg for an Xid, and nvidia-smi -q";
 #endif
         default: return "run the same command with " ONE_LAUNCH_AT_A_TIME " to see the call that fails first";
     }
