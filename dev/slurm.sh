@@ -20,8 +20,8 @@ case ${1:-} in -h | --help) sed -n '2,/^#SBATCH/{/^#SBATCH/d;s/^# \{0,1\}//p}' "
 
 options=("$@")
 if [ $# -eq 0 ]; then
-    options=(--model 125m --vocab-dir data/gpt2 --data 'data/fineweb_edu_train_*.bin'
-        --val-data 'data/fineweb_edu_val_*.bin' --out runs/fineweb_edu --save-every 500 --keep 3)
+    options=(--model 125m --vocab-dir data/gpt2 --data 'data/fineweb_edu/fineweb_edu_train_*.bin'
+        --val-data 'data/fineweb_edu/fineweb_edu_val_*.bin' --out runs/fineweb_edu --save-every 500 --keep 3)
 fi
 MASTER_ADDR=$(scontrol show hostnames | sed -n 1p)
 export MASTER_ADDR SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"  # which srun does not take from sbatch itself

@@ -1,7 +1,7 @@
 // numbers.cu: the numbers of the tour (dev/tour), printed by the program's own functions. dev/tour/figures.py draws
 // them. No GPU is needed.
 //   make build/tour && build/tour parameters --model tiny
-//   mpirun -np 2 build/tour timeline --model 125m --vocab 50257 ...
+//   mpirun -np 2 build/tour timeline --model 125m --layers 4 ...
 // A topic may be followed by options of train.
 #define NSA_WITHOUT_MAIN
 #include "../../train_nsa.cu"

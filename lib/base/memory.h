@@ -1,5 +1,5 @@
 // memory.h: what the limits of a process and of its container leave it, and memory that begins at a cache line. Used by
-// the engines, host.h and errors.h.
+// the engines, host.h, program_end.h and lib/run/world.h.
 #pragma once
 #include <algorithm>
 #include <cstdlib>

@@ -1,5 +1,6 @@
-// system.h: what Linux and macOS know of a process and its machine under different names. Used by launch.h, memory.h,
-// errors.h, heartbeat.h, lib/run/machine.h and run_printer.h. macOS: compiled and linked, never run.
+// system.h: what Linux and macOS know of a process and its machine under different names. Used by memory.h, host.h,
+// program_end.h, lib/cuda/runtime.cuh, and in lib/run heartbeat.h, machine.h and run_printer.h. macOS: compiled and
+// linked, never run.
 #pragma once
 #include <cstdio>
 #include <filesystem>

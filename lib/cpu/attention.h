@@ -744,7 +744,7 @@ class TiledAttention {
         prefetch(x.dout + at * rows / PER<Element>, rows / PER<Element>);
         prefetch(x.sums + at * rows, rows);
     }
-    // The rows of a step's queries from row_operands: as they lie there, if the queries are neighbours, or copied.
+    // The rows of a step's queries from pack_query_rows(): as they lie there, if the queries are neighbours, or copied.
     template <class Element>
     static const Element* rows_of(Element* room, const Element* operands, int D, int bg, const int* tokens, int count,
                                   const NsaShape& s) {

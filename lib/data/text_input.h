@@ -1,5 +1,5 @@
-// text_input.h: the text that `tokenize --in` names: which files those are, and their bytes from front to back. Used by
-// tokenize.h.
+// text_input.h: the text that `--in` names: which files those are, their bytes from front to back, and what files of
+// other kinds are. Used by tokenize.h, shards.h and multiple_choice.h.
 #pragma once
 #include <algorithm>
 #include <filesystem>

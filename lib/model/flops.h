@@ -1,4 +1,4 @@
-// flops.h: the arithmetic that a model needs, for MFU and for the benchmarks. Used by train_nsa.cu.
+// flops.h: the arithmetic that a model needs, for MFU. Used by lib/run/start.h and lib/verbs/check.h.
 #pragma once
 #include <algorithm>
 #include <string>

@@ -1,4 +1,4 @@
-// schedule.h: the learning rate of each step. Used by the training loop in train_nsa.cu and when a run resumes.
+// schedule.h: the learning rate of each step. Used by the training loop in train_nsa.cu.
 #pragma once
 #include <algorithm>
 #include <cmath>

@@ -11,7 +11,7 @@ void print_run(const TrainConfig& c, const Machine& machine, const TensorList& t
           counted(device.threads, "CPU thread"));
     if (!device.idle.empty()) print("        %s\n", device.idle);
     if (world.size > 1 && std::getenv("OMPI_COMM_WORLD_SIZE") && world.launcher == "mpirun")
-        print("        Open MPI's mpirun kills ranks a second after Ctrl-C: touch %s/halt saves before it ends\n",
+        print("        Open MPI's mpirun kills ranks 0.5 to 2 s after Ctrl-C: touch %s/halt saves before it ends\n",
               printable(c.out));
     if (world.size > 1)
         print("ranks:  gradients travel %s, in %s, %s of %.1f MB, %s%s\n", machine.path.text, c.grad_reduce,
