@@ -135,8 +135,10 @@ struct DynamicShared {
 // begun, its own blocks take the places that fall free and wait in wait_for_earlier_kernels() until that one is done
 // and what it wrote can be seen. So blocks are started and arguments fetched while others compute still. That the
 // kernels before that one are done too follows only because it, like every kernel here, waits before it does anything.
-// Events and copies come between two of ours in full order. The kernels of cuBLASLt do the same as ours where it
-// launches them so, and wait too. dev/test/cuda has a step's bits with and without.
+// Events and copies come between two of ours in full order. A library's kernel starts when ours is done unless the
+// library launches it so too; then it has to wait as ours do. What cuBLASLt does is not documented. NCCL launches its
+// symmetric kernels so, which from 2.28 to 2.30.4 did not wait; they are for memory that was registered for them, or
+// where NCCL_SYM_NOWIN_ENABLE or NCCL_SYM_KERNEL asks for them. dev/test/cuda has a step's bits with and without.
 template <auto kernel, class... Args>
 void launch(dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream, Args... args) {
     // Every GPU grants 48 KiB; more has to be requested. Each kernel is launched by one thread and on one GPU. SHARED
