@@ -199,8 +199,7 @@ kernel void gemm(OUT(C), IN(A), IN(B), IN(addend), int M, int N, int K, Strides 
         }
     }
     for (int i = 0; i < 4 && first_row + row + i < M; i++) {
-        float values[4];
-        vstore4(sums[i], 0, values);
+        const float values[4] = {sums[i].x, sums[i].y, sums[i].z, sums[i].w};
         const ulong at = get_group_id(2) * of_c.matrix + (first_row + row + i) * of_c.row + first_column + column;
         for (int j = 0; j < 4 && first_column + column + j < N; j++)
             C[at + j] = values[j] + (addend ? beta * addend[at + j] : 0);
