@@ -15,7 +15,7 @@ struct PortEngine : EngineTypes<OpenCl> {
     static constexpr uint16_t FRESH = 0xFFFF;
     static constexpr int ORDERS = 1;  // its queue has one order, and a second run has to give the same bits
     static constexpr int WAYS = 1;
-    static constexpr bool SAME_BITS_BY_ROW = true;
+    static constexpr bool SAME_BITS_BY_ROW = false;  // Intel's compiler takes work-items together, in vectors
     static constexpr double SIGMOID_AT_LEAST = 0;
     static constexpr bool ADDS_TERM_BY_TERM = false;
     static double rescaling_of_classifier(int) { return 0; }
