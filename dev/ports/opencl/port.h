@@ -1,6 +1,6 @@
 // port.h: struct OpenCl, an engine for GPUs of any vendor that have a driver of OpenCL 1.2, in fp32. It was written
 // from lib/model/engine.h, as an example of a port: plain kernels (kernels.cl) that use local memory and nothing else
-// of a GPU. It has run on a CPU by PoCL, which implements OpenCL there, and never on a GPU.
+// of a GPU. It has run on CPUs, by PoCL's, Intel's and Mesa's OpenCL for them, and never on a GPU.
 //
 // OpenCL has buffers where the program wants addresses. So every buffer gets as many addresses that nobody can read,
 // and a pointer among them means its buffer and an offset: a host that reads through one stops at once.
@@ -31,7 +31,7 @@ EMBED_FILE(opencl_kernels, "dev/ports/opencl/kernels.cl")
 inline void cl_check(cl_int error, const char* call) {
     if (error == CL_MEM_OBJECT_ALLOCATION_FAILURE || error == CL_OUT_OF_RESOURCES || error == CL_OUT_OF_HOST_MEMORY ||
         error == CL_INVALID_BUFFER_SIZE)
-        fail("OpenCL: the device has no memory for %s (error %d); choose a smaller --batch or --seq-len", call, error);
+        fail("OpenCL: no memory in one piece for %s (error %d); choose a smaller --batch or --seq-len", call, error);
     if (error != CL_SUCCESS)
         fail("OpenCL: %s failed with error %d of cl.h; clinfo shows the driver, --device cpu needs none", call, error);
 }
@@ -66,7 +66,7 @@ class OpenCl {
         const std::vector<cl_device_id> found = devices();
         s.engine = info();
         s.count = int(found.size());
-        s.by_auto = s.count && number_of(found[0], CL_DEVICE_TYPE) & GPUS;
+        s.by_auto = s.count && number_of(found[0], CL_DEVICE_TYPE) & CL_DEVICE_TYPE_GPU;
         if (found.empty()) s.why = "OpenCL finds no device: install the GPU's driver for OpenCL, until clinfo lists it";
         else if (!s.by_auto)
             s.why = "OpenCL has no GPU here, only " + text_of(found[0], CL_DEVICE_NAME) + ", for --device opencl";
@@ -426,14 +426,13 @@ class OpenCl {
     std::array<float*, 5> scratches{};  // the last is add_column_sums', the one before RoPE's table
     RopeTable<float> rope;
 
-    // ----- devices: the GPUs or, where there are none, whatever else there is
-    static constexpr cl_device_type GPUS = CL_DEVICE_TYPE_GPU | CL_DEVICE_TYPE_ACCELERATOR;
+    // ----- devices: the GPUs or, where there are none, the CPUs; an accelerator may be an FPGA, or emulate one
     static std::vector<cl_device_id> devices() {
         std::vector<cl_device_id> all;
         cl_platform_id platforms[16];
         cl_uint count = 0, number = 0;
         if (clGetPlatformIDs(16, platforms, &count) != CL_SUCCESS) return {};
-        for (const cl_device_type type : {GPUS, cl_device_type(CL_DEVICE_TYPE_ALL)}) {
+        for (const cl_device_type type : {CL_DEVICE_TYPE_GPU, CL_DEVICE_TYPE_CPU, CL_DEVICE_TYPE_ACCELERATOR}) {
             if (!all.empty()) break;
             for (cl_uint i = 0; i < std::min(count, 16u); i++) {
                 cl_device_id found[16];
@@ -462,10 +461,11 @@ class OpenCl {
         cl_check(error, "clCreateProgramWithSource");
         const std::string options =
             format_text("-cl-std=CL1.2 -DITEMS=%d -DMAX_D=%d -DTILE=%d -DDEPTH=%d", ITEMS, MAX_D, TILE, DEPTH);
-        if (clBuildProgram(program, 1, &device, options.c_str(), nullptr, nullptr) == CL_SUCCESS) return;
-        std::vector<char> log(1 << 16);
+        error = clBuildProgram(program, 1, &device, options.c_str(), nullptr, nullptr);
+        if (error == CL_SUCCESS) return;
+        std::vector<char> log(1 << 20);
         clGetProgramBuildInfo(program, device, CL_PROGRAM_BUILD_LOG, log.size() - 1, log.data(), nullptr);
-        fail("OpenCL: the driver of %s cannot compile the kernels: %s", name(), log.data());
+        fail("OpenCL: the driver of %s cannot compile the kernels (error %d): %s", name(), error, log.data());
     }
 
     // ----- launches
