@@ -19,10 +19,10 @@
 // Stricter than the hardware, on purpose: masks name exactly the lanes that take part; no return before a barrier; one
 // barrier or warp function per source line (the line is what identifies it); SHARED instead of __shared__; (float)x for
 // a bf16 x; pointers to device memory only (those inside a struct argument are not checked). Not modelled: graphs,
-// warps in lockstep, memory orders weaker than the host's, speed, registers and __launch_bounds__, bank conflicts, one
-// block waiting for another (hangs). Results agree with a GPU's within tolerances, not bit for bit. With
-// emu::machine.rough the approximations and the sums in an mma are as bad as a GPU's may be; there is no __expf,
-// __logf, __fdividef or rsqrtf, whose errors nobody here has modelled.
+// atomics but for atomicOr, fences of memory, warps in lockstep, memory orders weaker than the host's, speed, registers
+// and __launch_bounds__, bank conflicts, one block waiting for another (hangs). Results agree with a GPU's within
+// tolerances, not bit for bit. With emu::machine.rough the approximations and the sums in an mma are as bad as a GPU's
+// may be; there is no __expf, __logf, __fdividef or rsqrtf, whose errors nobody here has modelled.
 #pragma once
 #include "cuda_on_cpu_engine.h"
 #include "cuda_on_cpu_check.h"
@@ -152,7 +152,6 @@ inline void __syncthreads(EMU_SITE) { emu::barrier("__syncthreads", site); }
 inline void __syncwarp(unsigned mask = ~0u, EMU_SITE) {
     emu::warp_function(mask, emu::sync_lanes, nullptr, "__syncwarp", site);
 }
-inline void __threadfence() { emu::machine.clock.block_fenced = true; }
 
 template <class T>
 EMU_ENGINE inline T __shfl_sync(unsigned mask, T value, int source, EMU_SITE) {
@@ -221,25 +220,13 @@ inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Atomics, arithmetic. std::common_type_t<T> is T, but takes no part in deduction.
 
-namespace emu {
-template <class T, class Update>
-EMU_ENGINE EMU_NOINLINE inline T atomic_update(T* p, Update update) {
+template <class T>
+EMU_ENGINE EMU_NOINLINE inline T atomicOr(T* p, std::common_type_t<T> v) {
     static_assert(sizeof(T) >= 4 && sizeof(T) <= 8);
     EMU_ACCESS(p, sizeof(T), ATOMIC);
-    T before;
-    memcpy(&before, p, sizeof before);
-    const T after = update(before);
-    memcpy(p, &after, sizeof after);
+    const T before = *p;
+    *p = before | v;
     return before;
-}
-}  // namespace emu
-template <class T>
-inline T atomicAdd(T* p, std::common_type_t<T> v) {
-    return emu::atomic_update(p, [v](T before) { return T(before + v); });
-}
-template <class T>
-inline T atomicOr(T* p, std::common_type_t<T> v) {
-    return emu::atomic_update(p, [v](T before) { return T(before | v); });
 }
 
 template <class To, class From>

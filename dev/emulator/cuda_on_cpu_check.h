@@ -4,9 +4,7 @@
 // file. Local variables and host memory are recognised by their address and ignored. It takes 1.5 to 5 times as long as
 // the plain build, and 27 bytes for every byte touched.
 //
-// Two limits. The unit is two bytes, so it would report a false race if two threads used neighbouring single bytes.
-// Fences are trusted: once an earlier block and this one have called __threadfence(), everything that earlier blocks
-// did counts as ordered.
+// A limit: the unit is two bytes, so it would report a false race if two threads used neighbouring single bytes.
 #pragma once
 #include "cuda_on_cpu_engine.h"
 #ifdef EMU_CHECK
@@ -97,7 +95,7 @@ inline std::string source_line(unsigned place) {
 
 struct Accessor {  // who makes the access
     int thread, warp, lane;
-    bool blocks_ordered;  // everything that earlier blocks did is before this access
+    bool blocks_ordered;  // of shared memory, everything that earlier blocks did is before this access
 };
 
 // Whether an access by `lane` of the accessor's own warp, made when the warp had passed `sync` of its __syncwarp(), is
@@ -164,8 +162,7 @@ EMU_ENGINE EMU_NOINLINE inline void on_access(const void* address, size_t bytes,
         stop_access("misaligned", (const char*)address, kind, place);
     if (machine.current == HOST && !machine.range_opened)
         stop_access("host code touches device memory", (const char*)address, kind, place);
-    const Accessor me = {machine.current, machine.current / 32, machine.current % 32,
-                         offset < SHARED_PART || (machine.clock.block_fenced && machine.clock.earlier_fenced)};
+    const Accessor me = {machine.current, machine.current / 32, machine.current % 32, offset < SHARED_PART};
     for (size_t i = offset / 2; i <= (offset + bytes - 1) / 2; i++) {
         const char* p = i == offset / 2 ? (const char*)address : machine.range + i * 2;
         if (known[i] == OUTSIDE) stop_access("outside of any array", p, kind, place);

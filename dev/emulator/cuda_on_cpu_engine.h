@@ -213,7 +213,6 @@ struct Clock {
     unsigned short warp_syncs[MAX_WARPS];   // how many __syncwarp() each warp has been through
     unsigned short last_sync[MAX_THREADS];  // each thread's last __syncwarp(): its number in the warp
     unsigned last_sync_mask[MAX_THREADS];   // and its lanes
-    bool block_fenced, earlier_fenced;      // this block, an earlier one of this launch, has called __threadfence()
 };
 
 struct Machine {
@@ -773,8 +772,6 @@ EMU_ENGINE inline void run_block() {
         mark_ready(i);
     }
     machine.clock.block_start = ++machine.clock.interval;
-    machine.clock.earlier_fenced = machine.clock.earlier_fenced || machine.clock.block_fenced;
-    machine.clock.block_fenced = false;
     switch_to(next_ready());  // comes back when the last thread has returned
     machine.clock.interval++;
     free_shared();
@@ -796,7 +793,6 @@ inline void run_grid(const char* name, dim3 grid, dim3 block, size_t dynamic_byt
     gridDim = grid, blockDim = block, machine.dynamic_bytes = dynamic_bytes;
     machine.launches++;
     machine.clock.launch_start = ++machine.clock.interval;
-    machine.clock.block_fenced = machine.clock.earlier_fenced = false;
     machine.random = (machine.seed + uint64_t(machine.launches)) * 0x9E3779B97F4A7C15ull | 1;
     // With a seed, blocks start anywhere and go on in steps that have no factor in common with their number, so that
     // each comes once.

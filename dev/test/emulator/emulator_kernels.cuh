@@ -12,7 +12,7 @@ enum Fault {
     NONE,
     // of sums over a block
     NO_BARRIER_BEFORE_READ, NO_BARRIER_BEFORE_REUSE, MASK_LEAVES_LANE_OUT, READS_UNWRITTEN_SHARED, READS_PAST_END,
-    LEAVES_OUTPUT_UNWRITTEN, ADDS_WITHOUT_ATOMIC, NO_FENCE,
+    LEAVES_OUTPUT_UNWRITTEN,
     // of tiles by cp.async
     NO_ASYNC_WAIT, WAITS_FOR_TOO_FEW, NO_COMMIT, NO_BARRIER_AFTER_WAIT, NO_BARRIER_BEFORE_REFILL, TRANSPOSED_FRAGMENT,
     NO_ZERO_FILL,
@@ -75,33 +75,6 @@ __global__ void normalize_rows(float* out, const float* in, int C) {
     const float variance = block_sum<FAULT>(squares) / C - mean * mean;
     for (int c = threadIdx.x; c < (FAULT == LEAVES_OUTPUT_UNWRITTEN ? C - 1 : C); c += blockDim.x)
         out[row + c] = (in[row + c] - mean) / sqrtf(variance);
-}
-
-// out (C) += the sum over rows of in (rows, C); one block per row
-template <int FAULT>
-__global__ void add_rows(float* out, const float* in, int C) {
-    for (int c = threadIdx.x; c < C; c += blockDim.x) {
-        if (FAULT == ADDS_WITHOUT_ATOMIC) out[c] += in[size_t(blockIdx.x) * C + c];
-        else atomicAdd(&out[c], in[size_t(blockIdx.x) * C + c]);
-    }
-}
-
-// sum = the number of blocks: each leaves a part, and the last one adds them up
-template <int FAULT>
-__global__ void sum_in_last_block(float* sum, float* parts, unsigned* arrived) {
-    SHARED(bool, is_last, [1]);
-    if (threadIdx.x == 0) {
-        parts[blockIdx.x] = 1;
-        if (FAULT != NO_FENCE) __threadfence();
-        is_last[0] = atomicAdd(arrived, 1u) == gridDim.x - 1;
-        if (FAULT != NO_FENCE) __threadfence();
-    }
-    __syncthreads();
-    if (is_last[0] && threadIdx.x == 0) {
-        float total = 0;
-        for (unsigned i = 0; i < gridDim.x; i++) total += parts[i];
-        *sum = total;
-    }
 }
 
 // ---- tensor cores: out (M, N) fp32 = a (M, K) b (N, K)^T, bf16, K a multiple of 8. A block of 4 warps makes 64 x 16
@@ -331,12 +304,6 @@ __global__ void one_of_each_warp_function(int* out, const int* in) {  // out (WA
     else out[32 * r + l] = __reduce_max_sync(0xffff0000u, v);
 }
 
-__global__ void count_and_sum(int* counts, float* sum, unsigned long long* wide) {  // counts (10): one per digit
-    atomicAdd(&counts[(blockIdx.x * blockDim.x + threadIdx.x) % 10], 1);
-    atomicAdd(sum, 0.5f);
-    atomicAdd(wide, 1ull << 33);
-}
-
 __global__ void mark_place(
     int* out) {  // out (all threads of the grid) += 1 + the thread's own number, each by the one thread that owns it
     const unsigned thread = (threadIdx.z * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x,
@@ -379,22 +346,6 @@ void rows() {
             expected[r * C + c] = (in.host[r * C + c] - sum / C) / std::sqrt(squares / C - sum * sum / C / C);
     }
     expect("normalize_rows", out, expected);
-}
-template <int FAULT, int THREADS = 64>
-void column_sums() {
-    const size_t R = 7, C = 300;
-    DeviceArray<float> in(noises<float>(R * C)), out(std::vector<float>(C, 0.0f));
-    launch<add_rows<FAULT>>(R, THREADS, 0, nullptr, out.device, in.device, int(C));
-    std::vector<double> expected(C);
-    for (size_t i = 0; i < R * C; i++) expected[i % C] += in.host[i];
-    expect("add_rows", out, expected);
-}
-template <int FAULT>
-void last_block() {
-    DeviceArray<float> sum(1), parts(9);
-    DeviceArray<unsigned> arrived(std::vector<unsigned>{0});
-    launch<sum_in_last_block<FAULT>>(9, 64, 0, nullptr, sum.device, parts.device, arrived.device);
-    expect("sum_in_last_block", sum, {9}, 0);
 }
 // As it stands, four tiles of K, the last one ragged; ragged rows and columns.
 template <int FAULT, int M = 70, int N = 20, int K = 104>

@@ -246,8 +246,12 @@ static const Planted faults[] = {
     {"reads a shared element that nothing wrote", rows<READS_UNWRITTEN_SHARED>, ROWS, WRONG, UNWRITTEN},
     {"reads past the end of an array", rows<READS_PAST_END>, ROWS, WRONG, OUTSIDE_ARRAY},
     {"leaves outputs unwritten", rows<LEAVES_OUTPUT_UNWRITTEN>, ROWS, "outputs unwritten"},
-    {"blocks add without atomicAdd", column_sums<ADDS_WITHOUT_ATOMIC>, "add_rows", nullptr, BLOCKS},
-    {"last block without __threadfence", last_block<NO_FENCE>, "sum_in_last_block", nullptr, BLOCKS},
+    {"blocks add to one element",
+     [] {
+         DeviceArray<float> x(std::vector<float>(64, 0.0f));
+         launch<add_to>(3, 64, 0, nullptr, x.device, 1.0f);
+     },
+     "add_to", nullptr, BLOCKS},
     {"no cp.async wait", matmul<NO_ASYNC_WAIT>, MATMUL, WRONG, UNWRITTEN},
     {"cp.async waits for too few groups", matmul<WAITS_FOR_TOO_FEW>, MATMUL, WRONG, UNWRITTEN},
     {"a cp.async group is not committed", matmul<NO_COMMIT>, MATMUL, WRONG, UNWRITTEN},
