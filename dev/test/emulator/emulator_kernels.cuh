@@ -285,33 +285,6 @@ __global__ void one_ldmatrix(unsigned* out, const unsigned short* in, bool trans
     for (int i = 0; i < 4; i++) out[l * 4 + i] = r[i];
 }
 
-constexpr int WARP_RESULTS = 10;
-__global__ void one_of_each_warp_function(int* out, const int* in) {  // out (WARP_RESULTS, 32), in (32)
-    const unsigned all = 0xffffffffu;
-    const int l = threadIdx.x, v = in[l];
-    int r = 0;
-    out[32 * r++ + l] = __shfl_sync(all, v, 5);
-    out[32 * r++ + l] = __shfl_sync(all, v, l * 7);
-    out[32 * r++ + l] = __shfl_xor_sync(all, v, 9);
-    out[32 * r++ + l] = __shfl_up_sync(all, v, 3);
-    out[32 * r++ + l] = int(__ballot_sync(all, v > 0));
-    out[32 * r++ + l] = __any_sync(all, v == in[7]);
-    out[32 * r++ + l] = __reduce_max_sync(all, v);
-    out[32 * r++ + l] = __reduce_min_sync(all, v);
-    out[32 * r++ + l] = int(__reduce_or_sync(all, unsigned(v)));
-    // The halves of the warp apart, each with its own mask.
-    if (l < 16) out[32 * r + l] = __reduce_min_sync(0x0000ffffu, v);
-    else out[32 * r + l] = __reduce_max_sync(0xffff0000u, v);
-}
-
-__global__ void mark_place(
-    int* out) {  // out (all threads of the grid) += 1 + the thread's own number, each by the one thread that owns it
-    const unsigned thread = (threadIdx.z * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x,
-                   threads = blockDim.x * blockDim.y * blockDim.z;
-    const unsigned block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
-    out[block * threads + thread] += 1 + int(block * threads + thread);
-}
-
 __global__ void set_to(float* x, float value) { x[threadIdx.x] = value; }
 __global__ void add_to(float* x, float value) { x[threadIdx.x] += value; }
 
