@@ -147,49 +147,6 @@ __device__ inline void store_rows(float* out, const float (&c)[N][4]) {
         for (int e = 0; e < 4; e++) out[(row + e / 2 * 8) * N * 8 + n * 8 + threadIdx.x % 4 * 2 + e % 2] = c[n][e];
 }
 
-// out (64, 8 N) = a b^T with a (64, 128) in shared memory or in registers and b (8 N, 128); or, by COLUMNS, a b with b
-// (128, 8 N), added to FIRST_VALUE.
-enum WgmmaForm { FROM_TILES, FROM_REGISTERS, COLUMNS };
-constexpr float FIRST_VALUE = 0.5f;
-template <int N, WgmmaForm FORM>
-__global__ void __launch_bounds__(128) one_wgmma(float* out, const bf16* a, const bf16* b) {
-#ifdef HAS_WGMMA
-    DynamicShared shared;
-    bf16* const tile_a = shared.take<bf16>(2 * 64 * 64);
-    bf16* const tile_b = shared.take<bf16>(2 * 128 * 64);
-    constexpr int half_b = FORM == COLUMNS ? 128 * 64 : N * 8 * 64;
-    for (int half = 0; half < 2; half++) {
-        copy_64_columns(tile_a + half * 64 * 64, a + half * 64, 64, 128);
-        if (FORM != COLUMNS) copy_64_columns(tile_b + half * half_b, b + half * 64, N * 8, 128);
-        else if (half < N / 8) copy_64_columns(tile_b + half * half_b, b + half * 64, 128, N * 8);
-    }
-    cp_async_commit();
-    cp_async_wait<0>();
-    async_fence();
-    __syncthreads();
-    float c[N][4];
-    for (int n = 0; n < N; n++)
-        for (int e = 0; e < 4; e++) c[n][e] = FIRST_VALUE;
-    unsigned rows[8][4];
-    for (int k = 0; k < 8; k++) load_a<64>(rows[k], tile_a + k / 4 * 64 * 64, threadIdx.x / 32 * 16, k % 4 * 16);
-    const WgmmaTile at_a = wgmma_tile(tile_a), at_b = wgmma_tile(tile_b, half_b * 2);
-    wgmma_fence();
-    if (FORM == FROM_TILES) wgmma_first(c, at_a, at_b);
-    if (FORM == FROM_REGISTERS) wgmma_first(c, rows[0], at_b);
-#pragma unroll
-    for (int k = FORM == COLUMNS ? 0 : 1; k < 8; k++) {
-        const WgmmaTile next_b = at_b + (FORM == COLUMNS ? k * 2048 : k / 4 * half_b * 2 + k % 4 * 32);
-        if (FORM == FROM_TILES) wgmma_add(c, at_a + (k / 4 * 8192 + k % 4 * 32), next_b);
-        if (FORM == FROM_REGISTERS) wgmma_add(c, rows[k], next_b);
-        if (FORM == COLUMNS) wgmma_add_columns(c, rows[k], next_b);
-    }
-    wgmma_commit();
-    wgmma_wait<0>();
-    store_rows(out, c);
-#endif
-}
-constexpr size_t ONE_WGMMA_BYTES = (2 * 64 + 2 * 128) * 64 * 2;
-
 // out (rows, 128) = the sum over tiles of bf16(q k^T) v, as attention goes: q (rows, 64), k (tiles 64, 64), v (tiles
 // 64, 128), 64 rows for each warpgroup. While a tile of k and v is multiplied, the next is on its way.
 template <int FAULT>

@@ -158,30 +158,6 @@ inline bool device_has_wgmma() {
     CUDA_CHECK(cudaGetDeviceProperties(&properties, 0));
     return properties.major == 9;
 }
-template <int N, WgmmaForm FORM>
-inline void check_one_wgmma() {
-    const size_t M = 64, COLUMNS_OF_B = N * 8, K = 128;
-    DeviceArray<bf16> a(noises<bf16>(M * K)), b(noises<bf16>(COLUMNS_OF_B * K, 9000));
-    DeviceArray<float> out(M * COLUMNS_OF_B);
-    launch<one_wgmma<N, FORM>>(1, 128, ONE_WGMMA_BYTES, nullptr, out.device, a.device, b.device);
-    out.download();
-    for (size_t i = 0; i < M; i++)
-        for (size_t j = 0; j < COLUMNS_OF_B; j++) {
-            double sum = FORM == COLUMNS ? double(FIRST_VALUE) : 0;
-            for (size_t k = 0; k < K; k++)
-                sum += double(float(a.host[i * K + k])) *
-                       double(float(b.host[FORM == COLUMNS ? k * COLUMNS_OF_B + j : j * K + k]));
-            CHECK_NEAR(out.host[i * COLUMNS_OF_B + j], sum, double(K) * 0x1p-23);
-        }
-}
-TEST(emulator_wgmma_of_every_form) {
-    if (!device_has_wgmma()) return;
-    for_seeds([] {
-        check_one_wgmma<8, FROM_TILES>(), check_one_wgmma<16, FROM_TILES>();
-        check_one_wgmma<8, FROM_REGISTERS>(), check_one_wgmma<16, FROM_REGISTERS>();
-        check_one_wgmma<8, COLUMNS>(), check_one_wgmma<16, COLUMNS>();
-    });
-}
 TEST(emulator_attention_on_warpgroups) {
     if (!device_has_wgmma()) return;
     for_seeds([] { warpgroup<NONE, 1>(), warpgroup<NONE, 2, 2>(), warpgroup<NONE, 5>(); });
