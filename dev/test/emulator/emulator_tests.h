@@ -1,9 +1,7 @@
-// emulator_tests.h: dev/emulator/cuda_on_cpu.h, cublasLt.h and nccl.h against formulas and plain loops.
-// Compiled by nvcc, the tests of the language ask the same of a GPU: that is how the emulator's fragment layouts are
-// compared with the hardware's.
+// emulator_tests.h: dev/emulator/cuda_on_cpu.h and cublasLt.h against formulas and plain loops. Compiled by nvcc, the
+// tests of the language ask the same of a GPU: that is how the emulator's fragment layouts are compared with the
+// hardware's. NCCL's part is seen by the emulated runs of ../ranks.
 #pragma once
-#include <sys/wait.h>
-
 #include "emulator_kernels.cuh"
 #include "../harness.h"
 
@@ -235,95 +233,5 @@ TEST(emulator_cublaslt_refuses_what_does_not_fit) {
     CHECK(cublasLtMatmulDescSetAttribute(description, CUBLASLT_MATMUL_DESC_TRANSA, wrong_size, 1) ==
           CUBLAS_STATUS_INVALID_VALUE);
     cublasLtMatmulDescDestroy(description), cublasLtMatmulPreferenceDestroy(preference), cublasLtDestroy(handle);
-}
-
-// ---- NCCL
-
-inline void nccl_collectives(int ranks, int rank, ncclUniqueId id) {
-    ncclComm_t communicator = nullptr;
-    CHECK_FAILS(1, "invalid argument", NCCL_CHECK(ncclCommInitRank(&communicator, ranks, id, ranks)));
-    NCCL_CHECK(ncclCommInitRank(&communicator, ranks, id, rank));
-    const size_t n = 50, R = size_t(ranks), all = n * R;
-    std::vector<float> mine(all);  // element i of rank r is i + 100 r
-    for (size_t i = 0; i < all; i++) mine[i] = float(i) + 100 * float(rank);
-    const double others = 100 * double(R * (R - 1)) / 2;  // what the sum has beside R i
-
-    DeviceArray<float> x(mine), sum(all), part(n), gathered(all), from_last(all);
-    NCCL_CHECK(ncclAllReduce(x.device, sum.device, all, ncclFloat, ncclSum, communicator, nullptr));
-    NCCL_CHECK(ncclReduceScatter(x.device, part.device, n, ncclFloat, ncclSum, communicator, nullptr));
-    NCCL_CHECK(ncclAllGather(part.device, gathered.device, n, ncclFloat, communicator, nullptr));
-    NCCL_CHECK(ncclBroadcast(x.device, from_last.device, all, ncclFloat, ranks - 1, communicator, nullptr));
-    NCCL_CHECK(ncclAllReduce(x.device, x.device, all, ncclFloat, ncclSum, communicator, nullptr));  // in place
-    sum.download(), part.download(), gathered.download(), from_last.download(), x.download();
-    for (size_t i = 0; i < all; i++) {
-        const double total = double(R * i) + others;
-        CHECK_EQUAL(double(sum.host[i]), total);
-        CHECK_EQUAL(double(gathered.host[i]), total);
-        CHECK_EQUAL(double(from_last.host[i]), double(i) + 100 * double(R - 1));
-        CHECK_EQUAL(double(x.host[i]), total);
-        if (i < n) CHECK_EQUAL(double(part.host[i]), double(R * (size_t(rank) * n + i)) + others);
-    }
-    DeviceArray<bf16> h(std::vector<bf16>(8, bf16(1.5f))), hops(std::vector<bf16>(1, bf16(rank ? 0x1p-8f : 1.0f)));
-    DeviceArray<double> counts(std::vector<double>{3, 1 << 30});
-    NCCL_CHECK(ncclAllReduce(h.device, h.device, 8, ncclBfloat16, ncclSum, communicator, nullptr));
-    NCCL_CHECK(ncclAllReduce(counts.device, counts.device, 1, ncclDouble, ncclSum, communicator, nullptr));
-    NCCL_CHECK(ncclAllReduce(hops.device, hops.device, 1, ncclBfloat16, ncclSum, communicator, nullptr));
-    CHECK_EQUAL(float(h.download()[7]), 1.5f * float(ranks));
-    CHECK_EQUAL(float(hops.download()[0]), 1.0f);  // each hop is a tie, which goes to 1
-    CHECK_EQUAL(counts.download()[0], 3.0 * ranks);
-    CHECK_EQUAL(counts.host[1], double(1 << 30));
-
-    ncclResult_t error = ncclInternalError;
-    NCCL_CHECK(ncclCommGetAsyncError(communicator, &error));
-    CHECK(error == ncclSuccess);
-    communicator->asynchronous_error = ncclRemoteError;  // what a lost rank looks like to the program
-    NCCL_CHECK(ncclCommGetAsyncError(communicator, &error));
-    CHECK_FAILS(1, "remote process exited", NCCL_CHECK(error));
-    NCCL_CHECK(ncclCommDestroy(communicator));
-}
-TEST(emulator_nccl_collectives) {
-    ncclUniqueId id;
-    NCCL_CHECK(ncclGetUniqueId(&id));
-    nccl_collectives(1, 0, id);
-}
-TEST(emulator_nccl_three_processes) {
-    ncclUniqueId id;
-    NCCL_CHECK(ncclGetUniqueId(&id));
-    std::fflush(nullptr);
-    alarm(60);  // a rank that is alone waits for ever
-    emu::machine.device_count = 3;
-    for (int rank = 1; rank < 3; rank++)
-        if (fork() == 0) {
-            alarm(60);
-            CUDA_CHECK(cudaSetDevice(rank));
-            nccl_collectives(3, rank, id);
-            std::fflush(nullptr);
-            std::_Exit(tests().failed_checks ? 1 : 0);
-        }
-    nccl_collectives(3, 0, id);
-    for (int rank = 1; rank < 3; rank++) {
-        int status = 1;
-        CHECK(wait(&status) > 0 && status == 0);
-    }
-    emu::machine.device_count = 1;
-    alarm(0);
-}
-TEST(emulator_nccl_refuses_two_ranks_on_one_gpu) {
-    ncclUniqueId id;
-    NCCL_CHECK(ncclGetUniqueId(&id));
-    std::fflush(nullptr);
-    alarm(60);
-    const auto refused = [&](int rank) {
-        ncclComm_t communicator = nullptr;
-        return ncclCommInitRank(&communicator, 2, id, rank) == ncclInvalidUsage;
-    };
-    if (fork() == 0) {
-        alarm(60);
-        std::_Exit(refused(1) ? 0 : 1);
-    }
-    CHECK(refused(0));
-    int status = 1;
-    CHECK(wait(&status) > 0 && status == 0);
-    alarm(0);
 }
 #endif
