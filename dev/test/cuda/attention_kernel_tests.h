@@ -891,27 +891,6 @@ TEST(attention_kernels_choice_of_other_heads) {
     }
     std::printf("    select_blocks, other heads: %ld of %ld\n", other, tokens);
 }
-TEST(attention_kernels_ties_go_to_the_lower_block) {
-    using namespace attention_tests;
-    for (const int first : {0, 1050}) {  // up to 19 blocks; 66 to 69, of which a lane has several
-        NsaShape s = shape(first ? 1100 : 300, 3, 2);
-        s.l = 8, s.d = 4, s.slc_block = 16, s.slc_count = 6, s.first = first, s.queries = s.T - first;
-        Inputs in(s, CMP, 1, 9);
-        for (size_t i = 0; i < in.k.size(); i++) in.k[i] = in.k[i % 64];  // all compressed keys alike
-        std::vector<double> out(in.rows() * s.D), lse(in.rows());
-        Cpu<double> cpu;
-        cpu.attention_forward(CMP, out.data(), lse.data(), in.q.data(), in.k.data(), in.v.data(), nullptr, s);
-        const SelectionRun found = run_selection(in, std::vector<float>(lse.begin(), lse.end()));
-        for (int row = 0; row < s.G * s.queries; row++) {
-            const int last = (first + row % s.queries) / s.slc_block;
-            for (int block = 0; block < s.selection_words() * 32; block++) {  // blocks 1, 2 and 3 equal all the others
-                const bool expected = block <= last && (last + 1 <= s.slc_count || block <= 3 || block >= last - 1);
-                CHECK_EQUAL(int(found.selection[size_t(row) * s.selection_words() + block / 32] >> block % 32 & 1),
-                            int(expected));
-            }
-        }
-    }
-}
 // Which kernels a GPU has, by its compute capability and the code that was compiled for it.
 TEST(attention_kernels_by_capability) {
     using namespace attention_tests;

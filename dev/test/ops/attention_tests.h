@@ -760,27 +760,32 @@ ENGINE_TEST(ties_go_to_the_lower_block) {
                 {nsa_shape(1, 270, 1, 1, 2, 4, 4, 4, 8, 64), {-1, 2, 1}},
                 {nsa_shape(1, 270, 1, 3, 2, 4, 4, 4, 8, 64), {-1, 2, 1}},
                 {part_of(nsa_shape(1, 400, 1, 3, 2, 4, 4, 4, 8, 64), 63, 1), {-1, 2, 1}},
-                {part_of(nsa_shape(1, 400, 1, 3, 2, 4, 4, 4, 8, 64), 397, 1), {-1, 2, 1}}};
-    for (const auto& [s, rank] : rows) {
-        const auto dev = E::open();
-        if (!has_shape<E>(*dev, "ties_go_to_the_lower_block", s)) continue;
-        typename E::Values q(s.query_rows() * s.D, 0), kc(s.cmp_rows() * s.D, 0);
-        for (size_t i = 0; i < q.size(); i += size_t(s.D)) q[i] = E::as_real(0.7);
-        for (size_t i = 0; i < kc.size(); i += size_t(s.D)) kc[i] = E::as_real(rank[i / s.D % 3]);
-        const Reals<E> queries(*dev, q), keys(*dev, kc);
-        Reals<E> o(*dev, q.size());
-        Stats<E> lse(*dev, s.query_rows());
-        Array<E, uint32_t> selection(*dev, size_t(s.queries) * s.selection_words()), alone(*dev, selection.count);
-        dev->attend_and_select(o, lse, selection, nullptr, queries, keys, keys, s);
-        select_alone<typename E::Dev, typename E::Real, typename E::Value>(*dev, alone, nullptr, queries, keys, keys,
-                                                                           lse, s);
-        for (const std::vector<uint32_t>& masks : {selection.raw(), alone.raw()})
-            for (int t = s.first; t < s.first + s.queries; t++) {
-                std::vector<double> importance;
-                for (int block = 0; block <= t / s.slc_block; block++)  // which is seen from its end on
-                    importance.push_back((block + 1) * s.slc_block <= t + 1 ? rank[block % 3] : -2);
-                CHECK(blocks_of(s.selection_mask(masks.data(), 0, t), s.selection_words()) ==
-                      oracle::select(importance, s.slc_count));
-            }
-    }
+                {part_of(nsa_shape(1, 400, 1, 3, 2, 4, 4, 4, 8, 64), 397, 1), {-1, 2, 1}},
+                // for tensor cores too: up to 19 blocks; 66 to 69, of which a lane has several
+                {nsa_shape(1, 300, 1, 3, 16, 8, 4, 16, 6, 64), {0, 0, 0}},
+                {part_of(nsa_shape(1, 1100, 1, 3, 16, 8, 4, 16, 6, 64), 1050, 50), {0, 0, 0}}};
+    for (const auto& [s, rank] : rows)
+        for (int way = 0; way < (s.D == 16 ? E::WAYS : 1); way++) {
+            const auto dev = E::open();
+            E::set_way(*dev, way);
+            if (!has_shape<E>(*dev, "ties_go_to_the_lower_block", s)) continue;
+            typename E::Values q(s.query_rows() * s.D, 0), kc(s.cmp_rows() * s.D, 0);
+            for (size_t i = 0; i < q.size(); i += size_t(s.D)) q[i] = E::as_real(0.7);
+            for (size_t i = 0; i < kc.size(); i += size_t(s.D)) kc[i] = E::as_real(rank[i / s.D % 3]);
+            const Reals<E> queries(*dev, q), keys(*dev, kc);
+            Reals<E> o(*dev, q.size());
+            Stats<E> lse(*dev, s.query_rows());
+            Array<E, uint32_t> selection(*dev, size_t(s.queries) * s.selection_words()), alone(*dev, selection.count);
+            dev->attend_and_select(o, lse, selection, nullptr, queries, keys, keys, s);
+            select_alone<typename E::Dev, typename E::Real, typename E::Value>(*dev, alone, nullptr, queries, keys,
+                                                                               keys, lse, s);
+            for (const std::vector<uint32_t>& masks : {selection.raw(), alone.raw()})
+                for (int t = s.first; t < s.first + s.queries; t++) {
+                    std::vector<double> importance;
+                    for (int block = 0; block <= t / s.slc_block; block++)  // which is seen from its end on
+                        importance.push_back((block + 1) * s.slc_block <= t + 1 ? rank[block % 3] : -2);
+                    CHECK(blocks_of(s.selection_mask(masks.data(), 0, t), s.selection_words()) ==
+                          oracle::select(importance, s.slc_count));
+                }
+        }
 }
