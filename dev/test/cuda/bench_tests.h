@@ -1,32 +1,11 @@
-// bench_tests.h: what the benchmark of attention counts, against an independent count; that the benchmarks run; and
-// what fits a GPU's memory. The times mean nothing in emulation.
+// bench_tests.h: what the benchmark of attention counts, that the benchmarks run, and what fits a GPU's memory. The
+// times mean nothing in emulation.
 #pragma once
+#include "../ops/attention_tests.h"
 #include "cuda_model_tests.h"
 #include "../../bench/attention.h"
 
 namespace bench_tests {
-
-inline NsaShape bench_shape(int T, bool full = false) {
-    NsaShape s;
-    s.B = 2, s.T = s.queries = T, s.H = 6, s.G = 2, s.D = 16, s.l = 8, s.d = 4, s.slc_block = 16, s.slc_count = 4,
-    s.window = 24, s.F = 8, s.window_only = s.sees_all = full;
-    return s;
-}
-// Pairs of queries and keys, one by one, by the definition of the branch.
-inline double counted_pairs(Branch branch, const NsaShape& s, bool only_choosing) {
-    double pairs = 0;
-    for (int t = 0; t < s.T; t++) {
-        const int own = t / s.slc_block;
-        if (only_choosing && own + 1 <= s.slc_count) continue;
-        for (int key = 0; key < s.T; key++) {
-            if (branch == CMP) pairs += key * s.d + s.l - 1 <= t;
-            else if (branch == WIN) pairs += key <= t && (s.sees_all || key > t - s.window);
-            else pairs += key <= t && (own + 1 <= s.slc_count || key / s.slc_block > own - s.slc_count);
-            // any n blocks with its own: the last n, here
-        }
-    }
-    return pairs * s.B * s.H;
-}
 
 // What a benchmark has printed.
 struct Report {
@@ -42,23 +21,22 @@ struct Report {
 
 }  // namespace bench_tests
 
+// The pairs are counted one by one in model_flops_are_those_of_its_products, except those of the queries that choose.
 TEST(cuda_bench_counts) {
-    using namespace bench_tests;
-    for (const bool full : {false, true})
-        for (const int T : {8, 30, 64, 65, 150}) {
-            const NsaShape s = bench_shape(T, full);
-            for (const Branch branch : {CMP, SLC, WIN}) {
-                if (!s.has(branch)) continue;
-                // Two products of D multiply-adds for each pair forward, four backward.
-                const double pairs = counted_pairs(branch, s, false);
-                CHECK_EQUAL(attention_forward_work(branch, s, 2).flops, 2.0 * 2 * s.D * pairs);
-                CHECK_EQUAL(attention_backward_work(branch, s, 2).flops, 4.0 * 2 * s.D * pairs);
-                // and dout . o of each row, where the kernels make the row terms themselves
-                CHECK_EQUAL(branches_backward_work(s, 2, 1u << branch).flops,
-                            4.0 * 2 * s.D * pairs + 2.0 * s.D * s.B * s.H * T);
-            }
-            if (!full) CHECK_EQUAL(select_blocks_work(s, 2).flops, 2.0 * s.D * counted_pairs(CMP, s, true));
+    for (const int T : {30, 64, 65, 150}) {
+        const NsaShape s = nsa_shape(2, T, 2, 3, 16, 8, 4, 16, 4, 24);
+        for (const Branch branch : {CMP, SLC, WIN}) {
+            // Two products of D multiply-adds for each pair forward, four backward; and dout . o of each row.
+            const double product = 2.0 * s.D * attention_pairs(branch, s);
+            CHECK_EQUAL(attention_forward_work(branch, s, 2).flops, 2 * product);
+            CHECK_EQUAL(attention_backward_work(branch, s, 2).flops, 4 * product);
+            CHECK_EQUAL(branches_backward_work(s, 2, 1u << branch).flops, 4 * product + 2.0 * s.D * s.B * s.H * T);
         }
+        double pairs = 0;
+        for (int t = s.slc_count * s.slc_block; t < T; t++)
+            for (int block = 0; block * s.d + s.l - 1 <= t; block++) pairs++;
+        CHECK_EQUAL(select_blocks_work(s, 2).flops, 2.0 * s.D * s.B * s.H * pairs);
+    }
 }
 // Attention alone, with every kind of selection: each row has a time, and the sums of the table are those of their
 // rows.
