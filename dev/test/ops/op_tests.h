@@ -1,28 +1,8 @@
-// op_tests.h: the tools of the operations' tests, and the exponential and GEMM of struct Cpu, in fp32 and fp64. No
-// limit is written by hand here unless its derivation stands beside it: they come with the oracles' Numbers.
+// op_tests.h: visible keys, shapes, and the exponential and GEMM of struct Cpu, in fp32 and fp64. No limit is written
+// by hand here unless its derivation stands beside it: they come with the oracles' Numbers.
 #pragma once
 #include "attention_tests.h"
 #include "row_tests.h"
-
-// ---------------------------------------------------------------------------------------------------------------------
-// The tools themselves.
-
-TEST(op_guard_zones_see_a_write) {
-    for (size_t count : {size_t(0), size_t(1), size_t(37)}) {
-        Buffer<float> x(count, "x");
-        CHECK(x.intact());
-        for (ptrdiff_t at : {ptrdiff_t(-1), ptrdiff_t(-64), ptrdiff_t(count), ptrdiff_t(count + 63)}) {
-            const float before = x.data()[at];
-            CHECK(std::isnan(before));
-            x.data()[at] = 0;
-            CHECK(!x.intact());
-            std::memcpy(x.data() + at, &before, sizeof before);
-            CHECK(x.intact());
-        }
-        for (size_t i = 0; i < count; i++) CHECK(std::isnan(x[i]));
-    }
-    CHECK(std::isnan(Buffer<double>(1).data()[0]) && std::isnan(Buffer<double>(1).data()[1]));
-}
 
 TEST(op_visible_keys_by_hand) {
     NsaShape s;
@@ -291,33 +271,4 @@ TEST(op_to_bf16) {  // round to nearest, ties to even, over every float of a few
         std::memcpy(&nan, &bits, 4);
         CHECK((to_bf16(nan) & 0x7F80) == 0x7F80 && (to_bf16(nan) & 0x7F) != 0);
     }
-}
-TEST(op_operands_in_pairs) {  // of a product that sums over the columns of a matrix, or over its rows
-    Random random(6);
-    for (int rows : {1, 2, 5, 6})
-        for (int columns : {2, 14, 16, 32, 34, 64, 66, 130})
-            for (int gap : {0, 6}) {
-                const size_t ld = size_t(columns + gap);
-                Buffer<float> x(rows * ld, "matrix");
-                for (int r = 0; r < rows; r++) fill_normal(x + r * ld, size_t(columns), random);
-                CHECK(sum_over_columns<float>(nullptr, x.data(), ld, rows, columns) == x.data());
-                CHECK(sum_over_rows<float>(nullptr, x.data(), ld, rows, columns) == x.data());
-                Buffer<Bf16Pair> by_columns(size_t(rows) * ld / 2, "pairs of columns"),
-                    by_rows(size_t(rows + 1) / 2 * ld, "pairs of rows");
-                CHECK(sum_over_columns(by_columns.data(), x.data(), ld, rows, columns) == by_columns.data());
-                CHECK(sum_over_rows(by_rows.data(), x.data(), ld, rows, columns) == by_rows.data());
-                Buffer<Bf16Pair> from_pairs(by_rows.size(), "pairs of rows from pairs of columns");
-                CHECK(sum_over_rows(from_pairs.data(), by_columns.data(), ld, rows, columns) == from_pairs.data());
-                for (int r = 0; r < rows + rows % 2; r++)
-                    for (int c = 0; c < columns; c++) {
-                        const double expected = r < rows ? oracle::rounded_to_bf16(double(x[r * ld + c])) : 0;
-                        const Bf16Pair in_rows = by_rows[r / 2 * ld + c];
-                        CHECK_EQUAL(double(from_bf16(r % 2 ? in_rows.second : in_rows.first)), expected);
-                        const Bf16Pair again = from_pairs[r / 2 * ld + c];
-                        CHECK_EQUAL(double(from_bf16(r % 2 ? again.second : again.first)), expected);
-                        if (r == rows) continue;
-                        const Bf16Pair in_columns = by_columns[r * (ld / 2) + c / 2];
-                        CHECK_EQUAL(double(from_bf16(c % 2 ? in_columns.second : in_columns.first)), expected);
-                    }
-            }
 }
