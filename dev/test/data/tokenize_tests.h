@@ -414,27 +414,16 @@ TEST(tokenize_does_not_depend_on_threads_or_blocks) {
         expected.push_back(tokenizer.end_of_text);
         Encoder(tokenizer).append(document, expected);
     }
-    TempFolder folder;
-    write_file(folder.file("a.txt"), text);
+    TokenizeFixture f;
+    f.input("a.txt", text);
     for (const size_t block_bytes : {3, 16, 100, 1000, 1 << 20})
         for (const int threads : {1, 4}) {
+            f.options.block_bytes = block_bytes, f.options.threads = threads;
             std::vector<uint16_t> found;
-            {
-                TokenizePool pool(tokenizer, threads);
-                const auto take = [&] {
-                    const auto block = pool.take_oldest();
-                    found.insert(found.end(), block->tokens.begin(), block->tokens.end());
-                };
-                TextInput input;
-                input.path = folder.file("a.txt");
-                TextFile file(input, "tokenize --in");
-                read_text(file, separator, block_bytes, tokenizer.pre_tokenizer,
-                          [&](std::unique_ptr<TokenBlock> block) {
-                              while (pool.full()) take();
-                              pool.hand_in(std::move(block));
-                          });
-                while (!pool.empty()) take();
-            }
+            const auto take = [&](const TokenBlock& block) {
+                found.insert(found.end(), block.tokens.begin(), block.tokens.end());
+            };
+            encode_files("tokenize", f.options, TextInputs(f.options.in, "tokenize"), separator, tokenizer, take);
             CHECK_EQUAL(show_ids(found), show_ids(expected));
             CHECK(found == expected);
         }
