@@ -114,12 +114,6 @@ TEST(files_in_a_closed_folder_are_not_said_to_be_absent) {
     CHECK(holds(error, inside));
 }
 
-TEST(tests_that_no_name_has_are_an_error) {
-    const std::string self = "'" + std::filesystem::read_symlink("/proc/self/exe").string() + "' --list --only ";
-    CHECK_EQUAL(WEXITSTATUS(std::system((self + "tests_that_no_name_has >/dev/null").c_str())), 0);
-    CHECK_EQUAL(WEXITSTATUS(std::system((self + "json,util 2>/dev/null").c_str())), 2);
-}
-
 // CUDA has one error for three states of a machine; each has a remedy of its own.
 TEST(no_gpu_has_its_own_reason_and_remedy) {
     GpuSearch search;
