@@ -136,7 +136,7 @@ ladder: $(or $(DEVICE),$(BUILD)/cuda_tests)
 	$< $(if $(GPU_FOUND),--ladder,--only ladder_)
 
 # BENCH: arguments of dev/bench/cpu.sh, such as --python VENV/bin/python3
-bench: $(BUILD)/bench_cpu train_nsa
-	dev/bench/cpu.sh $(BUILD)/bench_cpu --ranks ./train_nsa $(BENCH)
+bench: $(BUILD)/bench_cpu
+	dev/bench/cpu.sh $(BUILD)/bench_cpu $(BENCH)
 $(BUILD)/bench_cpu: dev/bench/bench_cpu.cpp $(BUILD)/command
 	$(call quiet,CXX )$(HOST) -UCOMPILED_APART $(DEPENDS) $< -o $@ $(HOST_LIBS)

@@ -173,10 +173,9 @@ static void bench_rate(const Config& c, bool bf16, const std::string& name, int 
 // compressed branch's forward pass. "by keys": the ratio if NSA's attention took as long for a key as full attention
 // does, and if it had no other cost.
 struct FullBench {
-    enum Row { STEP, FORWARD, ATTENTION_FORWARD, ATTENTION_BACKWARD, ATTENTION, WITH_COMPRESSION, COMPRESSION, ROWS };
-    static constexpr const char* names[ROWS] = {
-        "step",       "forward", "attention-forward", "attention-backward", "attention", "attention+compression",
-        "compression"};
+    enum Row { STEP, FORWARD, ATTENTION_FORWARD, ATTENTION_BACKWARD, ATTENTION, ROWS };
+    static constexpr const char* names[ROWS] = {"step", "forward", "attention-forward", "attention-backward",
+                                                "attention"};
     StepBench bench;
     std::vector<double> seconds[ROWS];
     double keys = 0;  // that a query sees, on average
@@ -199,9 +198,7 @@ struct FullBench {
         x[FORWARD] = bench.forward_seconds;
         x[ATTENTION_FORWARD] = seconds_in("attention_forward,"),
         x[ATTENTION_BACKWARD] = seconds_in("attention_backward,");
-        x[COMPRESSION] = seconds_in("compress_");
         x[ATTENTION] = x[ATTENTION_FORWARD] + x[ATTENTION_BACKWARD];
-        x[WITH_COMPRESSION] = x[ATTENTION] + x[COMPRESSION];
         for (int row = 0; row < ROWS; row++) seconds[row].push_back(x[row]);
     }
     double us_a_token(int row) const { return 1e6 * median_of(seconds[row]) / bench.tokens(); }
@@ -217,7 +214,7 @@ static void bench_full(Config c, bool bf16) {
           double(nsa.bench.a.arena.bytes) / (1 << 20), double(full.bench.a.arena.bytes) / (1 << 20));
     print("    %-22s %10s %10s %10s %8s   us a token, medians of %d\n", "", "NSA", "full", "full/NSA", "by keys",
           repetitions);
-    for (int row = 0; row < FullBench::COMPRESSION; row++) {
+    for (int row = 0; row < FullBench::ROWS; row++) {
         const double ours = nsa.us_a_token(row), theirs = full.us_a_token(row);
         const int attention = row == FullBench::STEP      ? FullBench::ATTENTION
                               : row == FullBench::FORWARD ? FullBench::ATTENTION_FORWARD
@@ -226,7 +223,6 @@ static void bench_full(Config c, bool bf16) {
         print("    %-22s %10.1f %10.1f %10.2f %8.2f\n", FullBench::names[row], ours, theirs, theirs / ours,
               theirs / (theirs - saved));
     }
-    print("    %-22s %10.1f\n", FullBench::names[FullBench::COMPRESSION], nsa.us_a_token(FullBench::COMPRESSION));
     std::fflush(stdout);
 }
 

@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
 # Times the CPU engine on this machine, and beside it those of its competitors that are installed: make bench, or
-#   dev/bench/cpu.sh build/bench_cpu [--python PYTHON] [--rounds N] [--ranks ./train_nsa] [--llmc FOLDER] [--longest T]
+#   dev/bench/cpu.sh build/bench_cpu [--python PYTHON] [--rounds N] [--llmc FOLDER] [--longest T]
 #   --python    an interpreter that imports torch (default: python3, if it does); without one PyTorch is left out
 #   --rounds    how often the contenders take turns (default 2); a turn is two steps of warm-up and three that count
-#   --ranks     the program; two ranks of one thread then take turns with one rank of two threads under mpirun
 #   --longest   of NSA beside full attention, from 1024 tokens on (default 65536, where a step of full attention takes
 #               minutes)
 #   --llmc      a checkout of llm.c whose CPU trainer and starter files are ready (./train_gpt2, gpt2_124M.bin)
@@ -14,13 +13,12 @@ case ${1:-} in -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 0 ;; es
 bench=$1
 shift
 here=$(cd "$(dirname "$0")" && pwd)
-python=python3 rounds=2 ranks='' llmc='' longest=65536
+python=python3 rounds=2 llmc='' longest=65536
 while [ $# -gt 0 ]; do
     [ $# -gt 1 ] || { echo "cpu.sh: $1 needs a value (--help says more)" >&2; exit 2; }
     case $1 in
         --python) python=$2 ;;
         --rounds) rounds=$2 ;;
-        --ranks) ranks=$(realpath "$2") ;;
         --llmc) llmc=$2 ;;
         --longest) longest=$2 ;;
         *) echo "cpu.sh: unknown option $1 (--help lists them)" >&2; exit 2 ;;
@@ -68,7 +66,7 @@ for ((T = 1024; T <= longest; T *= 2)); do
     [ -z "$has_torch" ] || "$python" "$here/torch_cpu.py" sdpa --seq-len "$T"
 done
 # Between the last length at which full attention is faster and the next, on a line of log T over the ratio's logarithm.
-for row in step forward attention-forward attention-backward attention attention+compression; do
+for row in step forward attention-forward attention-backward attention; do
     awk -v row="$row" '
         match($0, /, T [0-9]+;/) { T = substr($0, RSTART + 4, RLENGTH - 5) }
         $1 == row && NF == 5 {
@@ -119,21 +117,3 @@ small() {  # NAME, options of ours alone, and those that both take
 }
 small tiny "" --model tiny --seq-len 256 --batch 8
 small 4x192 "--head-dim 32 --mlp-hidden 768" --model tiny --layers 4 --dim 192 --heads 6 --seq-len 1024 --batch 4
-
-if [ -n "$ranks" ]; then
-    echo; echo "== 125m's width with 6 layers and bytes, T 1024, 4 sequences a step: ranks x threads"
-    run=$(mktemp -d)
-    trap 'rm -rf "$rates" "$run"' EXIT
-    job="--model 125m --layers 6 --tokenizer bytes --seq-len 1024 --batch 1 --total-batch 4096 --steps 5"
-    job+=" --eval-batches 1 --sample-tokens 0 --device cpu --out $run/job"
-    for round in $(seq "$rounds"); do
-        for layout in "1 2" "2 1"; do
-            read -r processes threads <<<"$layout"
-            mpirun -np "$processes" "$ranks" $job --threads "$threads" |
-                sed -nE "s/^done:.* median ([0-9]+) tokens.*/rate ranks-${processes}x$threads \\1/p" | contend cat
-        done
-    done
-    awk -v two="$(median ranks-2x1)" -v one="$(median ranks-1x2)" 'BEGIN {
-        printf "2 ranks x 1 thread: %.2f of 1 rank x 2 threads\n", two / one
-    }'
-fi
