@@ -1,8 +1,7 @@
 // crash_test.cpp: trains a small run, breaks it again and again, resumes it, and compares the result with a run that
 // nobody broke: every file of the last checkpoint byte for byte, the state in its manifest (the loader's included, so
 // the order of the data too), and main.log line for line.
-//     crash_test [--kills N] [--faults N] [--rot N] [--seed N] [--program ./train_nsa] [--shim build/faults.so]
-//                [--mpirun 'mpirun -np 2'] [-- OPTION...]
+//     crash_test [--kills N] [--seed N] [--program ./train_nsa] [--shim build/faults.so] [-- OPTION...]
 // The short form, without options, is part of make test. --kills 300 is the long form: that many with one rank, a third
 // as many with two, and more of the rest. OPTIONs go to the program, such as --recompute 2. The last line is
 // "N passed, N failed"; a failed round leaves its folder behind.
@@ -23,8 +22,8 @@ using program::Result;
 using program::Words;
 
 struct Settings {
-    int64_t kills = 8, faults = 0, rot = 3, seed = 1;  // faults: rounds of each kind; 0: the default, 1 or 10
-    std::string program = "./train_nsa", shim = "build/faults.so", mpirun = "mpirun -np 2";
+    int64_t kills = 8, seed = 1;
+    std::string program = "./train_nsa", shim = "build/faults.so";
     Words more;
 };
 
@@ -265,9 +264,8 @@ class CrashTest {
         Words command = joined(joined({settings.program, "--out", "run"}, options), settings.more);
         if (resume) command.push_back("--resume");
         if (ranks == 1) return joined(fault, command);
-        const std::string& mpirun = settings.mpirun;
-        if (fault.empty()) return joined(split_words(mpirun), command);
-        const Words first = joined(split_words(std::regex_replace(mpirun, std::regex("2"), "1")), command);
+        if (fault.empty()) return joined({"mpirun", "-np", "2"}, command);
+        const Words first = joined({"mpirun", "-np", "1"}, command);
         return joined(joined(first, {":", "-np", "1", "env"}), joined(fault, command));
     }
 
@@ -400,10 +398,8 @@ static Settings settings_of(int argc, char** argv) {
             s.more.assign(argv + i + 1, argv + argc);
             break;
         }
-        const std::map<std::string, int64_t*> numbers = {
-            {"--kills", &s.kills}, {"--faults", &s.faults}, {"--rot", &s.rot}, {"--seed", &s.seed}};
-        const std::map<std::string, std::string*> texts = {
-            {"--program", &s.program}, {"--shim", &s.shim}, {"--mpirun", &s.mpirun}};
+        const std::map<std::string, int64_t*> numbers = {{"--kills", &s.kills}, {"--seed", &s.seed}};
+        const std::map<std::string, std::string*> texts = {{"--program", &s.program}, {"--shim", &s.shim}};
         if (i + 1 == argc || (!numbers.count(word) && !texts.count(word)))
             fail_usage("%s: unknown option or missing value; the head of crash_test.cpp lists them", argv[i]);
         if (numbers.count(word)) *numbers.at(word) = std::atoll(argv[++i]);
@@ -426,18 +422,17 @@ int main(int argc, char** argv) {
         scratch = std::filesystem::canonical(scratch);  // the shim sees paths with their links resolved
         CrashTest test(settings, scratch);
         const double begin = seconds_now();
-        const int64_t faults = settings.faults ? settings.faults : long_form ? 10 : 1;
-        const int64_t rot = long_form ? 5 * settings.rot : settings.rot;
+        const int faults = long_form ? 10 : 1, rot = long_form ? 15 : 3;  // rounds; of faults, of each kind
         test.make_reference(1);
         test.kill_rounds(1, settings.kills);
         for (const Fault& fault : FAULTS)
-            for (int64_t i = 0; i < faults; i++) test.fault_round(1, fault);
-        for (int64_t i = 0; i < rot; i++) test.rot_round(1);
+            for (int i = 0; i < faults; i++) test.fault_round(1, fault);
+        for (int i = 0; i < rot; i++) test.rot_round(1);
         if (long_form) {
             test.make_reference(2);
             test.kill_rounds(2, settings.kills / 3);
             for (int f = 0; f < 4; f++)
-                for (int64_t i = 0; i < faults / 2; i++) test.fault_round(2, FAULTS[f]);
+                for (int i = 0; i < faults / 2; i++) test.fault_round(2, FAULTS[f]);
         }
         for (const auto& event : test.events) print("%8d  %s\n", event.second, event.first);
         print("%.0f s\n", seconds_now() - begin);
