@@ -20,38 +20,26 @@ PROGRAM_TEST(run_damaged_checkpoints_are_named) {
         bool sealed;
         Words named;
     } const cases[] = {
-        {model, "", "20000", sample, false, {model, "20000"}},
-        {model, "", "20000", sample, true, {model}},
         {model, "", "20000", resume, true, {model}},
-        {model, "", "+1", sample, true, {model, "byte"}},
-        {model, "layers.0.attn.q_proj", "layers.0.attn.q_proi", eval, false, {model, "checksum"}},
         {model, "layers.0.attn.q_proj", "layers.0.attn.q_proi", eval, true, {model, "layers.0.attn.q_proj.weight"}},
-        {model,
-         "norm.weight\":{\"dtype\":\"F32",
-         "norm.weight\":{\"dtype\":\"I32",
-         sample,
-         true,
-         {model, "I32", "F32"}},
         {model, "[256,16]", "[16,256]", sample, true, {model, "embed_tokens.weight", "[16, 256]", "[256, 16]"}},
         {config, "\"dim\": 16", "\"dim\": 32", sample, true, {model, "embed_tokens.weight", "[256, 16]", "[256, 32]"}},
         {config, "\"dim\": 16", "\"dim\": 32", resume, true, {"step_00000002", "dim", "32", "16"}},
         {config, "", "40", sample, true, {config, "byte"}},
         {"manifest.json", "", "60", resume, false, {"manifest.json", "byte"}},
-        {"manifest.json", "all", "", resume, false, {"manifest.json", "missing"}},
         {optimizer, "", "4000", resume, true, {optimizer}},
         {optimizer, moment, "w.norm.weight[0:16]", resume, true, {optimizer, "w.norm.weight[0:16]"}},
         {optimizer, moment, "v.norm.weighs[0:16]", resume, true, {optimizer, "v.norm.weighs[0:16]"}},
         {optimizer, moment, "v.norm.weight[1:17]", resume, true, {optimizer, "v.norm.weight[1:17]"}},
         {optimizer, moment, "v.norm.weight[16:0]", resume, true, {optimizer, "v.norm.weight[16:0]"}},
         {optimizer, moment, "v.norm.weight[0:16x", resume, true, {optimizer, "v.norm.weight[0:16x"}},
-        {optimizer, "all", "", resume, false, {optimizer, "No such file"}},
         {optimizer, "all", "", resume, true, {"manifest.json", "moments"}},
     };
     for (const auto& c : cases) {
         const std::string path = checkpoint + "/" + c.file, whole = read_file(path);
         if (c.to.empty()) std::filesystem::remove(path);
         else if (!c.from.empty()) replace_in_file(path, c.from, c.to);
-        else write_file(path, c.to == "+1" ? whole + '\0' : whole.substr(0, std::stoul(c.to)));
+        else write_file(path, whole.substr(0, std::stoul(c.to)));
         if (c.sealed) seal(checkpoint);
         check({{c.verb, 1, c.named}});
         write_file(path, whole), write_file(manifest, whole_manifest);
