@@ -11,7 +11,6 @@
 #pragma once
 #include <algorithm>
 #include <deque>
-#include <mutex>
 #include <queue>
 #include <string>
 #include <unordered_map>
@@ -28,10 +27,11 @@ using WordCounts = std::unordered_map<std::string, uint64_t>;
 // What encode_files() does for this verb: each thread counts words and makes no tokens.
 struct WordCounter {
     PreTokenizer pre_tokenizer;
+    std::deque<WordCounts> of_threads;
 
     Encoding encoding() {
         return {0xFFFF, [this]() -> EncodeText {
-                    return [this, &counts = counts_of_new_thread(), word = std::string()](
+                    return [this, &counts = of_threads.emplace_back(), word = std::string()](
                                const char* text, size_t n, std::vector<uint16_t>&) mutable {
                         for (size_t at = 0, end; at < n; at = end) {
                             end = pre_tokenizer.piece_end(text, n, at);
@@ -49,15 +49,6 @@ struct WordCounter {
         for (; !of_threads.empty(); of_threads.pop_front())
             for (const auto& [word, count] : of_threads.front()) all[word] += count;
         return all;
-    }
-
-  private:
-    std::mutex mutex;
-    std::deque<WordCounts> of_threads;
-
-    WordCounts& counts_of_new_thread() {
-        const std::lock_guard<std::mutex> lock(mutex);
-        return of_threads.emplace_back();
     }
 };
 

@@ -1,23 +1,19 @@
 // tokenize.h: the verb `tokenize`: text files to token shards.
 //
-// The caller's thread reads the files in blocks of about 1 MB. Worker threads parse and encode them, and the caller
+// The caller's thread reads the files in blocks of about 1 MB. Other threads parse and encode them, and the caller
 // takes them back in the order in which it read them, so the tokens do not depend on the number of threads. Which
 // documents are for validation depends on all of them; so the tokens first go to a file beside the shards (2 bytes
-// each; it has no name, so nothing of it stays behind whatever happens) and are copied from there. Memory holds a few
-// blocks per thread and some 30 bytes per document; a block grows beyond 1 MB only for a longer line of JSON or a
-// longer run of characters without a place to cut.
+// each; it has no name, so nothing of it stays behind whatever happens) and are copied from there. Memory holds a block
+// per thread and some 30 bytes per document; a block grows beyond 1 MB only for a longer line of JSON or a longer run
+// of characters without a place to cut.
 //
 // Documents are drawn by what they hold, not by where they stand: their order, and how many files they come in, change
 // nothing.
 #pragma once
-#include <condition_variable>
-#include <deque>
 #include <functional>
 #include <future>
 #include <memory>
-#include <mutex>
 #include <numeric>
-#include <thread>
 
 #include "../base/random.h"
 #include "../base/json.h"
@@ -96,7 +92,7 @@ inline void warn_of_end_of_text(const std::vector<std::string>& texts, const std
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Blocks: what a worker is given, and what it makes of it.
+// Blocks: what an encoder is given, and what it makes of it.
 
 // How often something odd was found in the text, or something that could not be read, and the first of it, in words.
 struct Oddity {
@@ -130,7 +126,7 @@ struct TokenBlock {
     uint64_t first_line = 1, first_byte = 0;  // line number (from 1) and offset in the file of bytes[0]
     uint64_t bytes_before = 0;                // of all files, read before the end of this block
 
-    // From the worker.
+    // From the encoder.
     std::vector<uint16_t> tokens;
     std::vector<size_t> documents;  // where documents begin in `tokens`, each with end-of-text
     uint64_t text_bytes = 0;        // in the documents
@@ -222,83 +218,38 @@ inline void encode_block(TokenBlock& block, uint16_t end_of_text, const EncodeTe
     });
 }
 
-// The workers, and the blocks in progress in the order in which they were handed in.
-class TokenizePool {
+// Threads that encode blocks, each one block at a time. They are given blocks in turn, so whose turn it is has the
+// oldest.
+class BlockEncoders {
   public:
-    TokenizePool(const Encoding& encoding, int threads)
-        : limit(4 * size_t(threads)), end_of_text(encoding.end_of_text) {
-        try {
-            for (int i = 0; i < threads; i++)
-                start_or_fail("that encodes", [&] {
-                    workers.emplace_back([this, make = encoding.make_encoder] { work(make()); });
-                    return true;
-                });
-        } catch (...) {
-            end_workers();
-            throw;
-        }
-    }
-    ~TokenizePool() { end_workers(); }
-
-    bool full() const { return in_progress.size() >= limit; }
-    bool empty() const { return in_progress.empty(); }
-
-    void hand_in(std::unique_ptr<TokenBlock> block) {
-        Job job([this, &block = *block](const EncodeText& append) { encode_block(block, end_of_text, append); });
-        in_progress.push_back({std::move(block), job.get_future()});
-        {
-            std::lock_guard<std::mutex> lock(mutex);
-            waiting.push_back(std::move(job));
-        }
-        to_do.notify_one();
+    BlockEncoders(const Encoding& encoding, int threads)
+        : end_of_text(encoding.end_of_text), encoders(static_cast<size_t>(threads)) {
+        for (One& one : encoders) one.append = encoding.make_encoder();
     }
 
-    // Waits for the oldest block. If its worker threw, this throws, so the first error in the files is the one
-    // reported.
-    std::unique_ptr<TokenBlock> take_oldest() {
-        InProgress oldest = std::move(in_progress.front());
-        in_progress.pop_front();
-        oldest.encoded.get();
-        return std::move(oldest.block);
+    // Waits for the oldest block, gives its encoder this one, or none, and returns the oldest; null where there is
+    // none. If its encoder threw, this throws, so the first error in the files is the one reported.
+    std::unique_ptr<TokenBlock> exchange(std::unique_ptr<TokenBlock> block) {
+        One& one = encoders[turn++ % encoders.size()];
+        if (one.block) one.encoded.get();
+        one.block.swap(block);
+        if (one.block)
+            one.encoded = start_or_fail("that encodes", [&] {
+                return std::async(std::launch::async,
+                                  [this, &one] { encode_block(*one.block, end_of_text, one.append); });
+            });
+        return block;
     }
 
   private:
-    using Job = std::packaged_task<void(const EncodeText&)>;
-    struct InProgress {
+    struct One {
+        EncodeText append;
         std::unique_ptr<TokenBlock> block;
-        std::future<void> encoded;
+        std::future<void> encoded;  // of the block; last, so that its thread ends first
     };
-    const size_t limit;
     const uint16_t end_of_text;
-    std::vector<std::thread> workers;
-    std::deque<InProgress> in_progress;  // used by the caller's thread only
-    std::mutex mutex;                    // guards what follows
-    std::condition_variable to_do;
-    std::deque<Job> waiting;
-    bool stopping = false;
-
-    void end_workers() {
-        {
-            std::lock_guard<std::mutex> lock(mutex);
-            stopping = true;
-        }
-        to_do.notify_all();
-        for (std::thread& worker : workers) worker.join();
-    }
-
-    void work(const EncodeText& append) {
-        while (true) {
-            Job job;
-            {
-                std::unique_lock<std::mutex> lock(mutex);
-                to_do.wait(lock, [&] { return stopping || !waiting.empty(); });
-                if (stopping) return;
-                job = std::move(waiting.front());
-                waiting.pop_front();
-            }
-            job(append);
-        }
-    }
+    std::vector<One> encoders;
+    size_t turn = 0;
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -580,10 +531,10 @@ inline TokenizeCounts encode_files(const char* verb, const TokenizeOptions& opti
                                    const std::function<void(const TokenBlock&)>& use_tokens) {
     TokenizeCounts counts;
     Progress progress(verb, double(inputs.bytes()));
-    TokenizePool pool(encoding, options.threads);
+    BlockEncoders encoders(encoding, options.threads);
     const PreTokenizer pre_tokenizer{};
-    const auto take = [&] {
-        const auto block = pool.take_oldest();
+    const auto take = [&](const std::unique_ptr<TokenBlock>& block) {
+        if (!block) return;
         use_tokens(*block);
         counts.text_bytes += block->text_bytes;
         progress.done = double(block->bytes_before);
@@ -596,10 +547,9 @@ inline TokenizeCounts encode_files(const char* verb, const TokenizeOptions& opti
         TextFile file(input, std::string(verb) + " --in");
         const uint64_t before = counts.bytes;
         const UseBlock use = [&](std::unique_ptr<TokenBlock> block) {
-            while (pool.full()) take();
             block->bytes_before = before + file.bytes;
             block->skip_bad = options.skip_bad;
-            pool.hand_in(std::move(block));
+            take(encoders.exchange(std::move(block)));
         };
         const bool is_jsonl = input.is_jsonl || (input.is_stdin && file.begins_with_brace());
         if (is_jsonl && input.is_stdin) file.name += ", taken as JSON lines since it begins with {";
@@ -609,7 +559,7 @@ inline TokenizeCounts encode_files(const char* verb, const TokenizeOptions& opti
         counts.files_without_text += file.bytes == file.mark_bytes;
         counts.bytes += file.bytes;
     }
-    while (!pool.empty()) take();
+    for (int i = 0; i < options.threads; i++) take(encoders.exchange(nullptr));
     counts.seconds = progress.seconds();
     return counts;
 }
