@@ -270,7 +270,6 @@ class TiledAttention {
     static void pack_tiles(const Tiles<Element>& tiles, Branch branch, const float* x, const NsaShape& s,
                            SumOver sum_over) {
         if (!tiles.packed) return;
-        constexpr int per = PER<Element>;
         const int D = tiles.D, width = tile_keys(branch, s), keys = s.key_count(branch), padded = tiles.padded;
         std::vector<Element> room(size_t(padded) * (D + 16));
 #pragma omp for collapse(2) schedule(static) nowait
@@ -280,8 +279,8 @@ class TiledAttention {
                 const float* const in = x + (size_t(bg) * s.key_stride(branch) + size_t(tile) * width) * D;
                 Element* const out = tiles.packed + bg * tiles.group_stride + tile * tiles.tile_stride;
                 if (existing < padded) std::fill_n(out, tiles.tile_stride, Element{});
-                if (sum_over == OVER_D) pack(out, padded, 1, in, 1, D, D / per, existing, D, room.data());
-                else pack(out, D, 1, in, D, 1, (existing + per - 1) / per, D, existing);
+                if (sum_over == OVER_D) pack_columns(out, padded, in, existing, D, room.data());
+                else sum_over_rows(out, in, D, existing, D);
             }
     }
 
@@ -311,8 +310,7 @@ class TiledAttention {
                     const float* const in = row_of(size_t(bg), i, t);
                     Element* const out = rows + ((size_t(bg) * s.T + t) * h + i) * width;
                     for (int x = 0; x < D; x++) row[x] = in[x] * scale;
-                    if constexpr (PER<Element> == 2) round_row(out, row.data(), width);
-                    else std::copy_n(row.data(), D, out);
+                    read_along(out, row.data(), D);
                 }
     }
     template <class T>
@@ -578,7 +576,7 @@ class TiledAttention {
             load_queries(rows.data(), from, bg, &s.first, 1, s);
             std::fill(q.begin(), q.end(), Element{});
             std::vector<Element> room(size_t(h) * (D + 16));
-            pack(q.data(), padded, 1, rows.data(), 1, D, D / PER<Element>, h, D, room.data());
+            pack_columns(q.data(), padded, rows.data(), h, D, room.data());
         }
         // scores[head * stride + key] = q . k for `count` rows k [count][D]
         void score(float* scores, size_t stride, const float* k, int count) {

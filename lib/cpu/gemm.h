@@ -288,36 +288,34 @@ inline void pair_rows(Bf16Pair* out, const Bf16Pair* x, const Bf16Pair* y, int c
         out[2 * i + 1] = {x[i].second, y[i].second};
     }
 }
-// Copies a [depth][width] matrix into the layout that the micro-kernel reads: element (k, x) is read at
-// in[k * in_k + x * in_x] and written to out[k * out_k + x * out_x]. Either in_k or in_x is 1: contiguous lines are
-// read whole and, if out has the other order, transposed in the cache, in `room` (16 elements more per line). For
-// Bf16Pair, k counts pairs; `numbers` is how many values there are along k from here on, and if the last pair has only
-// one, its other half is 0.
+// line = `count` numbers that lie one behind the other along the summed dimension; an odd one is paired with 0.
 template <class Element, class real>
-inline void pack(Element* out, size_t out_k, size_t out_x, const real* in, size_t in_k, size_t in_x, int depth,
-                 int width, size_t numbers, Element* room = nullptr) {
-    constexpr int per = PER<Element>;
-    const bool along_k = in_k == 1;
-    const int lines = along_k ? width : depth, length = along_k ? depth : width;
-    const size_t out_line = along_k ? out_x : out_k, out_step = along_k ? out_k : out_x,
-                 room_line = size_t(length) + 16;
-    for (int i = 0; i < lines; i++) {
-        Element* const line = out_step == 1 ? out + i * out_line : room + i * room_line;
-        const real* const x = in + i * (along_k ? in_x : per * in_k);
-        if constexpr (per == 1) std::copy_n(x, length, line);
-        else if (along_k) {
-            const int whole = int(std::min<size_t>(length, numbers / 2));
-            round_row(line, x, whole);
-            if (whole < length) line[whole] = {to_bf16(x[2 * whole]), 0};
-        } else if (size_t(2 * i + 1) < numbers) round_two_rows(line, x, x + in_k, length);
-        else
-            for (int j = 0; j < length; j++) line[j] = {to_bf16(x[j]), 0};
+inline void read_along(Element* line, const real* x, int count) {
+    if constexpr (PER<Element> == 1) std::copy_n(x, count, line);
+    else {
+        round_row(line, x, count / 2);
+        if (count % 2) line[count / 2] = {to_bf16(x[count - 1]), 0};
     }
-    if (out_step != 1)
-        for (int j0 = 0; j0 < length; j0 += 16)
-            for (int i = 0; i < lines; i++)
-                for (int j = j0; j < std::min(length, j0 + 16); j++)
-                    out[i * out_line + j * out_step] = room[i * room_line + j];
+}
+// line = `count` numbers that lie across it: as pairs, each with the one of the next row, or with 0 where there is
+// none.
+template <class Element, class real>
+inline void read_across(Element* line, const real* x, const real* next_row, int count) {
+    if constexpr (PER<Element> == 1) std::copy_n(x, count, line);
+    else if (next_row) round_two_rows(line, x, next_row, count);
+    else
+        for (int i = 0; i < count; i++) line[i] = {to_bf16(x[i]), 0};
+}
+// x [rows][D] for a product that sums over D and has the rows side by side: out [D / PER][next]. The rows are read
+// whole and transposed in the cache, in `room`, 16 elements more than D for each.
+template <class Element, class real>
+inline void pack_columns(Element* out, size_t next, const real* x, int rows, int D, Element* room) {
+    const int length = D / PER<Element>;
+    const size_t line = size_t(length) + 16;
+    for (int i = 0; i < rows; i++) read_along(room + i * line, x + size_t(i) * D, D);
+    for (int j0 = 0; j0 < length; j0 += 16)
+        for (int i = 0; i < rows; i++)
+            for (int j = j0; j < std::min(length, j0 + 16); j++) out[i + j * next] = room[i * line + j];
 }
 // x [rows][columns], rows ld apart, for a product that sums over the columns. Reals stay where they are; pairs are made
 // in `out`, rows ld / 2 apart. ld is even; the last of an odd number of columns is paired with 0.
@@ -325,7 +323,7 @@ template <class Element, class real>
 inline const Element* sum_over_columns(Element* out, const real* x, size_t ld, int rows, int columns) {
     if constexpr (PER<Element> == 1) return x;
     else {
-        pack(out, 1, ld / 2, x, 1, ld, (columns + 1) / 2, rows, columns);
+        for (int r = 0; r < rows; r++) read_along(out + r * (ld / 2), x + r * ld, columns);
         return out;
     }
 }
@@ -335,7 +333,9 @@ template <class Element, class Number>
 inline const Element* sum_over_rows(Element* out, const Number* x, size_t ld, int rows, int columns) {
     if constexpr (PER<Element> == 1) return x;
     else {
-        if constexpr (PER<Number> == 1) pack(out, ld, 1, x, ld, 1, (rows + 1) / 2, columns, rows);
+        if constexpr (PER<Number> == 1)
+            for (int r = 0; r < rows; r += 2)
+                read_across(out + r / 2 * ld, x + r * ld, r + 1 < rows ? x + (r + 1) * ld : nullptr, columns);
         else {
             const std::vector<Element> none(rows % 2 ? columns / 2 : 0);
             for (int r = 0; r < rows; r += 2)
@@ -503,25 +503,17 @@ class Gemm {
     // line[i] = element (k, x + i), i < count: one number, or the pair (2 k, 2 k + 1), whose second is 0 behind the
     // end.
     template <class Element>
-    static void read_across(Element* line, const Factor<real>& in, int k, int x, int count, int K) {
+    static void read_line_across(Element* line, const Factor<real>& in, int k, int x, int count, int K) {
         const real* const from = in.data + size_t(PER<Element>) * k * in.ld + x;
         for (int i = 0; i < count; i += 64 / int(sizeof(real)))
             for (int p = 0; p < PER<Element>; p++) __builtin_prefetch(from + (8 + p) * in.ld + i);
-        if constexpr (PER<Element> == 1) std::copy_n(from, count, line);
-        else if (2 * k + 1 < K) round_two_rows(line, from, from + in.ld, count);
-        else
-            for (int i = 0; i < count; i++) line[i] = {to_bf16(from[i]), 0};
+        read_across(line, from, PER<Element> * k + 1 < K ? from + in.ld : nullptr, count);
     }
     // line[i] = element (k + i, x)
     template <class Element>
-    static void read_down(Element* line, const Factor<real>& in, int k, int x, int count, int K) {
-        const real* const from = in.data + in.ld * x + size_t(PER<Element>) * k;
-        if constexpr (PER<Element> == 1) std::copy_n(from, count, line);
-        else {
-            const int whole = std::min(count, K / 2 - k);
-            round_row(line, from, whole);
-            if (whole < count) line[whole] = {to_bf16(from[2 * whole]), 0};
-        }
+    static void read_line_along(Element* line, const Factor<real>& in, int k, int x, int count, int K) {
+        const int first = PER<Element> * k;
+        read_along(line, in.data + in.ld * x + first, std::min(PER<Element> * count, K - first));
     }
     // panel [kc][PANEL] = columns x .. of B, from k on; columns behind the last are 0 up to a whole vector. For tiles,
     // so are lines behind the last.
@@ -532,7 +524,7 @@ class Gemm {
         if (Size::tiles) std::fill(panel + kc * PANEL, panel + whole(kc, TILE) * PANEL, Element{});
         if (b.along_x)
             for (int i = 0; i < kc; i++, panel += PANEL) {
-                read_across(panel, b, k + i, x, width, K);
+                read_line_across(panel, b, k + i, x, width, K);
                 std::fill(panel + width, panel + padded, Element{});
             }
         else
@@ -545,7 +537,7 @@ class Gemm {
     template <class Size, class Element>
     static void transpose_lines(Element* out, const Factor<real>& b, int x, int count, int k, int kc, int K) {
         alignas(64) Element lines[LANES][Size::A_ROW];
-        for (int y = 0; y < count; y++) read_down(lines[y], b, k, x + y, kc, K);
+        for (int y = 0; y < count; y++) read_line_along(lines[y], b, k, x + y, kc, K);
         for (int y = count; y < LANES; y++) std::fill_n(lines[y], kc, Element{});
         const bool last = x % PANEL == PANEL - LANES;
         const int next_x = last ? x + LANES - PANEL : x + LANES, next_k = PER<Element> * (last ? k + Size::KC : k);
@@ -569,11 +561,11 @@ class Gemm {
             }
         if (a.along_x) {
             for (int i = 0; i < kc; i++, block += Vectors::A_LINE) {
-                read_across(block, a, k + i, x, count, K);
+                read_line_across(block, a, k + i, x, count, K);
                 std::fill(block + count, block + padded, Element{});
             }
         } else {
-            for (int y = 0; y < count; y++) read_down(block + y * Size::A_ROW, a, k, x + y, kc, K);
+            for (int y = 0; y < count; y++) read_line_along(block + y * Size::A_ROW, a, k, x + y, kc, K);
             for (int y = count; y < padded; y++) std::fill_n(block + y * Size::A_ROW, kc, Element{});
             for (int y = 0; Size::tiles && y < padded; y++)
                 std::fill(block + y * Size::A_ROW + kc, block + y * Size::A_ROW + whole(kc, TILE), Element{});
@@ -584,7 +576,7 @@ class Gemm {
     static void transpose_rows(Element* out, const Factor<real>& a, int x, int count, int k, int kc, int K) {
         alignas(64) Element lines[TILE][Tiles::A_LINE];
         for (int i = 0; i < kc; i++) {
-            read_across(lines[i], a, k + i, x, count, K);
+            read_line_across(lines[i], a, k + i, x, count, K);
             std::fill(lines[i] + count, lines[i] + whole(count, TILE), Element{});
         }
         for (int i = kc; i < TILE; i++) std::fill_n(lines[i], whole(count, TILE), Element{});
@@ -650,7 +642,7 @@ class Gemm {
         Element* const rows = reinterpret_cast<Element*>(a_memory.get(size_t(a.width) * row));
         Element* const packed = reinterpret_cast<Element*>(b_memory.get(size_t(threads) * Size::KC * PANEL));
         for (int m = 0; m < a.width; m++) {
-            read_down(rows + size_t(m) * row, a, 0, m, depth, K);
+            read_line_along(rows + size_t(m) * row, a, 0, m, depth, K);
             std::fill(rows + size_t(m) * row + depth, rows + size_t(m + 1) * row, Element{});
         }
 #pragma omp parallel num_threads(threads) if (threads > 1)
