@@ -1070,7 +1070,7 @@ struct Run {
         if (statistics) s.layers = summarise_layers(*activations);
         state.step = s.step;
         s.all_tokens = state.tokens += uint64_t(config.total_batch);
-        state.loader = loader_numbers(data.train->state());
+        state.loader = data.train->state();
         s.samples = data.train->state().next_sample;
         pending.push_back(std::move(s));
     }

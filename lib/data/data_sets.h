@@ -2,7 +2,6 @@
 // they are mixed. Takes plain values; used by dataloader.h.
 #pragma once
 #include <algorithm>
-#include <array>
 #include <cctype>
 #include <cstring>
 #include <filesystem>
@@ -225,12 +224,6 @@ struct LoaderState {
     uint64_t corpus;       // see DataLoader::fingerprint
     uint64_t next_sample;  // its global number: the same on every rank, and on any number of ranks
 };
-
-// The state as a checkpoint keeps it.
-inline std::array<uint64_t, 4> loader_numbers(const LoaderState& s) {
-    return {s.seed, s.seq_len, s.corpus, s.next_sample};
-}
-inline LoaderState loader_state(const std::array<uint64_t, 4>& n) { return {n[0], n[1], n[2], n[3]}; }
 
 struct LoaderOptions {
     std::string name = "--data";  // the option that gave the tokens, for messages

@@ -113,7 +113,7 @@ inline TrainingData open_training_data(const TrainConfig& c, const World& world,
 // A resume: the data go on where the checkpoint was written, with --allow-new-data on other shards too. says: on the
 // rank that prints.
 inline void resume_data(DataLoader& loader, const TrainConfig& c, const TrainState& state, bool says) {
-    const LoaderState saved = loader_state(state.loader);
+    const LoaderState& saved = state.loader;
     if (!c.allow_new_data || loader.has_same_corpus(saved)) return loader.restore(saved);
     loader.restore_other_corpus(saved);
     const std::string changes = changed_shards(state.shards, loader.files());

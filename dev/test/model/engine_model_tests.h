@@ -324,14 +324,14 @@ TEST_ON(ModelEngines, model_resumed_equals_uninterrupted, false) {  // checkpoin
         steps(whole, *whole_data, 1, 4);
         steps(first, *first_data, 1, 2);
         TrainState state;
-        state.step = state.last_update = 2, state.loader = loader_numbers(first_data->state());
+        state.step = state.last_update = 2, state.loader = first_data->state();
         const std::string writing = begin_checkpoint(c.out, 2);
         const Snapshot snapshot = take_snapshot(first, world);
         const std::string folder_of_2 = commit_checkpoint(c.out, 2, write_snapshot(snapshot, writing, 0, 1),
                                                           state_json(state, manifest_json(c), 1));
         const TrainState loaded = load_checkpoint(second, read_manifest(folder_of_2));
         CHECK_EQUAL(loaded.step, int64_t(2));
-        second_data->restore(loader_state(loaded.loader));
+        second_data->restore(loaded.loader);
         steps(second, *second_data, 3, 4);
         const auto same = [&](const auto* one, const auto* two, size_t n) {
             std::vector<std::decay_t<decltype(*one)>> a(n), b(n);
