@@ -39,11 +39,11 @@ void Watchdog::judge(double idle) {
     print_and_end(format_text("%s has waited %.1f s for the other ranks %s: %s", name, idle, where, why), false);
 }
 
-void Watchdog::watch() {
+void Watchdog::watch(const std::future<void>& end) {
     uint64_t seen = ticks;
     double last_progress = seconds_now(), last_look = last_progress, last_beat = 0;
-    for (std::unique_lock lock(mutex); !ends;) {
-        woken.wait_for(lock, std::chrono::duration<double>(LOOK_EVERY));
+    while (end.wait_for(std::chrono::duration<double>(LOOK_EVERY)) != std::future_status::ready) {
+        const std::lock_guard lock(mutex);
         const double now = seconds_now();
         // This thread stood still too: Ctrl-Z, or a machine that was suspended. Nobody is to blame.
         if (now - last_look > 1) last_progress = now;
@@ -68,15 +68,13 @@ void Watchdog::start(double seconds, int number_of_ranks) {
     limit = seconds;
     ranks = number_of_ranks;
     if (limit <= 0 && ranks == 1) return;
-    thread = start_or_fail("for the watchdog", [this] { return std::thread([this] { watch(); }); });
+    thread = start_or_fail("for the watchdog",
+                           [this] { return std::thread([this, end = ended.get_future()] { watch(end); }); });
 }
 
 void Watchdog::stop() {
     if (!thread.joinable()) return;
-    std::unique_lock lock(mutex);
-    ends = true;
-    lock.unlock();
-    woken.notify_one();
+    ended.set_value();
     thread.join();
 }
 

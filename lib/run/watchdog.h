@@ -6,12 +6,12 @@
 // checkpoint is written, all ranks have ten times the limit: fsync may take minutes.
 #pragma once
 #include <atomic>
-#include <condition_variable>
 #include <csignal>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <future>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -30,9 +30,8 @@ class Watchdog {
     std::string name = "this process";  // in messages
     double limit = 0;                   // seconds; 0: for ever
     std::thread thread;
+    std::promise<void> ended;
     std::mutex mutex;
-    std::condition_variable woken;
-    bool ends = false;
     std::unique_ptr<Heartbeat> heartbeat;  // changed under the mutex
 
     // The main thread writes these, the watchdog's reads them.
@@ -49,7 +48,7 @@ class Watchdog {
     // idle: seconds without progress.
     void judge(double idle);
 
-    void watch();
+    void watch(const std::future<void>& end);
 
   public:
     double patience_with_others = 10;  // seconds beyond the limit
