@@ -16,27 +16,29 @@
 #include "../base/system.h"
 
 class Heartbeat {
-    std::string path;
-    int rank, file = -1;
+    const std::string folder;
+    const int rank;
+    int file = -1;
     bool warned = false;
 
+    std::string path_of(int r) const { return format_text("%s/heartbeat_rank%d.jsonl", folder, r); }
     // A file that cannot be written is reported once and does not stop the run.
     void warn() {
         if (!warned && takes_output(STDERR_FILENO))  // not by complain(), which would wait for whoever holds stdout
             std::fprintf(stderr, "train_nsa: warning: cannot write the heartbeat file %s: %s; training goes on\n",
-                         printable(path).c_str(), std::strerror(errno));
+                         printable(path_of(rank)).c_str(), std::strerror(errno));
         warned = true;
     }
     // Writes the line in one piece where the disk takes it so: then lines of two threads do not mix.
     void append(const std::initializer_list<Json::Member>& members) {
         const std::string line =
             Json{{"time", {unix_time(), "%.3f"}}, {"rank", rank}}.add(members).to_text(Json::COMPACT) + "\n";
-        if (file >= 0 && !error_of([&] { write_all(file, line.data(), line.size(), path); }).empty()) warn();
+        if (file >= 0 && !error_of([&] { write_all(file, line.data(), line.size(), path_of(rank)); }).empty()) warn();
     }
 
   public:
-    Heartbeat(const std::string& file_path, int my_rank) : path(file_path), rank(my_rank) {
-        file = open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC | O_NONBLOCK, 0666);
+    Heartbeat(const std::string& run, int my_rank) : folder(run), rank(my_rank) {
+        file = open(path_of(rank).c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC | O_NONBLOCK, 0666);
         if (file < 0) warn();
     }
     ~Heartbeat() {
@@ -58,12 +60,10 @@ class Heartbeat {
 
     // Names the ranks whose files end before this step's wait, as "ranks 1, 3 have"; "" where that cannot be told.
     std::string ranks_behind(int ranks, int64_t step) const {
-        const size_t number = path.rfind(std::to_string(rank));
         std::string list;
         int count = 0;
-        for (int r = 0; r < ranks && number != std::string::npos; r++) {
-            std::string other = path;
-            const std::string line = last_line(other.replace(number, std::to_string(rank).size(), std::to_string(r)));
+        for (int r = 0; r < ranks; r++) {
+            const std::string line = last_line(path_of(r));
             long long at = -1;
             const size_t waits = line.find("\"waiting_in_step\":"), done = line.find("\"step\":");
             if (waits != std::string::npos) std::sscanf(line.c_str() + waits, "\"waiting_in_step\":%lld", &at);

@@ -105,8 +105,7 @@ inline RunStart open_run(const Config& c, const Machine& machine, const TensorLi
     if (says && writes) prepare_run_folder(c.out, resumes, has_steps ? manifest_json(c) : "");
     world.barrier();
     if (writes) require_shared_folder(world, c.out);
-    if (writes)
-        world.watchdog.write_heartbeats(format_text("%s/heartbeat_rank%d.jsonl", c.out, world.rank), world.rank);
+    if (writes) world.watchdog.write_heartbeats(c.out, world.rank);
     return start;
 }
 

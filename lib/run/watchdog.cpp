@@ -83,9 +83,9 @@ void Watchdog::call_it(const std::string& who) {
     name = who;
 }
 
-void Watchdog::write_heartbeats(const std::string& file, int rank) {
+void Watchdog::write_heartbeats(const std::string& run, int rank) {
     const std::lock_guard lock(mutex);
-    heartbeat = std::make_unique<Heartbeat>(file, rank);
+    heartbeat = std::make_unique<Heartbeat>(run, rank);
 }
 
 void Watchdog::note_phase(int64_t at_step, const char* at_phase) {

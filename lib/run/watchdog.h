@@ -60,8 +60,8 @@ class Watchdog {
     void stop();
     // This rank in messages, such as "rank 1 on node2, GPU 1".
     void call_it(const std::string& who);
-    // From here on step_done() appends a line to this file, beside which the other ranks have theirs.
-    void write_heartbeats(const std::string& file, int rank);
+    // From here on step_done() appends a line to this rank's file in the run's folder, where the others have theirs.
+    void write_heartbeats(const std::string& run, int rank);
 
     // The main thread has got this far; costs a few nanoseconds. at_phase: a string that lives as long as the program;
     // "waiting for the other ..." says that this rank waits for others. nullptr: from here on nothing is a stall.

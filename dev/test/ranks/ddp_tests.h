@@ -399,11 +399,11 @@ namespace ranks {
 // A rank's watchdog without a World; it waits two seconds longer for others than for itself.
 struct Watched {
     Watchdog watchdog;
-    Watched(int rank, int size, double limit, const std::string& heartbeat = "") {
+    Watched(int rank, int size, double limit, const std::string& run = "") {
         watchdog.patience_with_others = 2;
         watchdog.call_it(format_text("rank %d on here", rank));
         watchdog.start(limit, size);
-        if (!heartbeat.empty()) watchdog.write_heartbeats(heartbeat, rank);
+        if (!run.empty()) watchdog.write_heartbeats(run, rank);
     }
 };
 }  // namespace ranks
@@ -417,10 +417,9 @@ inline void stand_still(int seconds) {
 TEST(ddp_a_stalled_rank_speaks_first) {
     TempFolder folder;
     ranks::Processes processes;
-    const auto heartbeat = [&](int rank) { return folder.file(format_text("heartbeat_rank%d.jsonl", rank)); };
     for (const int rank : {0, 1, 2})
-        processes.start("", [=] {
-            ranks::Watched w(rank, 3, 2, heartbeat(rank));
+        processes.start("", [rank, run = folder.path] {
+            ranks::Watched w(rank, 3, 2, run);
             w.watchdog.note_phase(4, "forward");
             w.watchdog.step_done(4, 0.1, 5);
             w.watchdog.note_phase(5, rank == 1 ? "backward" : "waiting for the other ranks");
@@ -431,7 +430,8 @@ TEST(ddp_a_stalled_rank_speaks_first) {
     const std::string& err = processes.ended[1].err;
     ranks::check_line(processes.ended[1], 1,
                       {"rank 1 on here has made no progress for 2.", "at step 5 in 'backward' (--stall-timeout 2)"});
-    const std::string lines = read_file(heartbeat(1)), last = lines.substr(lines.rfind("{\"time\""));
+    const std::string lines = read_file(folder.file("heartbeat_rank1.jsonl")),
+                      last = lines.substr(lines.rfind("{\"time\""));
     CHECK_EQUAL(parse_json(last, "a heartbeat").string("text", "a heartbeat"), err);
     for (const size_t waiting : {0, 2}) {
         CHECK(processes.ended[waiting].seconds > processes.ended[1].seconds + 1);
@@ -538,11 +538,13 @@ TEST(ddp_one_process_has_a_watchdog) {
 TEST(ddp_heartbeat_file) {
     TempFolder folder;
     ranks::Processes processes;
-    const std::string path = folder.file("heartbeat.jsonl");
+    const std::string name = "/heartbeat_rank0.jsonl", path = folder.path + name, full = folder.file("full");
     write_file(path, "{}\n");  // of an earlier run, which stays
-    for (const std::string& file : {path, std::string("/dev/full"), folder.file("no/such/folder.jsonl")})
+    make_folders(full);
+    CHECK_EQUAL(symlink("/dev/full", (full + name).c_str()), 0);
+    for (const std::string& run : {folder.path, full, folder.file("no/such")})
         processes.start("", [=] {
-            ranks::Watched w(0, 1, 5, file);
+            ranks::Watched w(0, 1, 5, run);
             w.watchdog.note_phase(1, "forward");
             w.watchdog.step_done(1, 0.25, 5.5);
             w.watchdog.note_phase(2, "update");
@@ -565,9 +567,8 @@ TEST(ddp_heartbeat_file) {
     CHECK_EQUAL(last_line(path), first);
     for (const program::Result& e : processes.ended) CHECK_EQUAL(e.status, 0);
     CHECK_EQUAL(processes.ended[0].err, std::string());
-    CHECK_EQUAL(processes.ended[1].err,
-                std::string("train_nsa: warning: cannot write the heartbeat file /dev/full: No space left on "
-                            "device; training goes on\n"));
+    CHECK_EQUAL(processes.ended[1].err, "train_nsa: warning: cannot write the heartbeat file " + full + name +
+                                            ": No space left on device; training goes on\n");
     ranks::check_line(processes.ended[2], 0, {"No such file"});
 }
 
