@@ -93,7 +93,7 @@ def load_weights(model, folder):
 
 
 def learning_rate(o, step):
-    """As lib/model/schedule.h has the cosine."""
+    """As lib/run/options.cpp has the cosine."""
     if step <= o["warmup"]:
         return o["lr"] * step / o["warmup"]
     fraction = 0.5 * (1 + math.cos(math.pi * (step - o["warmup"]) / (o["steps"] - o["warmup"])))

@@ -308,5 +308,12 @@ std::string command_line(const Config& c, const std::string& without) {
 }
 
 double learning_rate(const TrainConfig& c, int64_t step) {
-    return learning_rate(Schedule{c.schedule, c.lr, c.lr_final, warmup_steps(c), c.steps}, step);
+    const int64_t warmup = warmup_steps(c);
+    if (step <= warmup) return c.lr * double(step) / double(warmup);
+    const double progress = c.steps > warmup ? std::min(1.0, double(step - warmup) / double(c.steps - warmup)) : 1.0;
+    double fraction = 1;  // of the way from lr_final up to 1
+    if (c.schedule == "cosine") fraction = 0.5 * (1 + std::cos(M_PI * progress));
+    if (c.schedule == "linear") fraction = 1 - progress;
+    if (c.schedule == "wsd") fraction = std::min(1.0, (1 - progress) / 0.2);
+    return c.lr * (c.lr_final + (1 - c.lr_final) * fraction);
 }

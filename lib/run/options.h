@@ -2,6 +2,7 @@
 // train_nsa.cu; options in files are in config_files.h, the printing of --help in help.h.
 #pragma once
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <map>
@@ -18,7 +19,6 @@
 #include "../data/vocabulary.h"
 #include "../base/gpu_search.h"
 #include "../base/files.h"
-#include "../model/schedule.h"
 #include "../model/shape.h"
 
 // What Model and Activations see: the architecture, which config.json keeps, and what a step does with it. 0 and ""
@@ -489,6 +489,7 @@ inline std::string program_name = "./train_nsa";
 // The command that gives the same options again, but for one.
 std::string command_line(const Config& c, const std::string& without);
 
+// Of a step, counted from 1: linear warm-up, then --schedule down to lr * lr_final at the last step.
 double learning_rate(const TrainConfig& c, int64_t step);
 
 #ifndef COMPILED_APART  // see lib/cpu/kernels.cpp

@@ -22,7 +22,6 @@
 #include "../../../dataloader.h"
 #include "../../../lib/data/synthetic.h"
 #include "../../../lib/model/sampling.h"
-#include "../../../lib/model/schedule.h"
 #include "../../../lib/run/build_info.h"
 #include "../../../lib/run/checkpoint.h"
 #include "../../../lib/run/config_files.h"
