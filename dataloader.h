@@ -160,9 +160,6 @@ class DataLoader {
   public:
     DataLoader(std::vector<TokenSource> token_sources, const LoaderOptions& loader_options)
         : sources(std::move(token_sources)), options(loader_options), seed(loader_options.seed) {
-        if (options.seq_len < 1) fail_usage("sequence length %d: expected at least 1", options.seq_len);
-        if (options.world_size < 1 || options.rank < 0 || options.rank >= options.world_size)
-            fail("rank %d of %d ranks does not exist", options.rank, options.world_size);
         std::vector<uint64_t> weights;
         for (size_t set = 0; set < options.sets.size(); set++) {
             add_set(set);
@@ -188,7 +185,6 @@ class DataLoader {
     // be recalled, NO_TARGET behind a shard's end. A token outside the vocabulary is an error with its file and byte;
     // the loader then stays where it was.
     void next_batch(int32_t* inputs, int32_t* targets, int B, uint8_t* answer = nullptr) {
-        if (B < 1) fail_usage("batch of %d samples: expected at least 1", B);
         const std::vector<Sample> batch =
             pending.valid() && pending_size == B ? pending.get() : read_batch(next_sample, B);
         for (size_t b = 0; b < batch.size(); b++) {
