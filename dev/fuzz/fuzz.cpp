@@ -296,12 +296,11 @@ struct Outcome {
 static Outcome outcome(const std::string& path, bool jsonl, const std::string& separator, size_t block_bytes,
                        size_t input) {
     static const Tokenizer tokenizer = Tokenizer::bytes();
-    const Encoding encoding(tokenizer);
-    const EncodeText append = encoding.make_encoder();
+    const EncodeText append = encoders_of(tokenizer, 1)[0];
     Outcome o;
     MemoryLimit limit(input + block_bytes, 32 << 10, 400);
     const UseBlock use = [&](std::unique_ptr<TokenBlock> block) {
-        encode_block(*block, encoding.end_of_text, append);
+        encode_block(*block, tokenizer.end_of_text, append);
         if (block->bad_lines.count) fail("%s", block->bad_lines.first);
         for (const size_t at : block->documents) o.documents.push_back(o.tokens.size() + at);
         o.tokens.insert(o.tokens.end(), block->tokens.begin(), block->tokens.end());

@@ -10,10 +10,10 @@
 // of threads changes nothing, since all that they do is count.
 #pragma once
 #include <algorithm>
-#include <deque>
 #include <queue>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "tokenize.h"
@@ -24,33 +24,17 @@
 
 using WordCounts = std::unordered_map<std::string, uint64_t>;
 
-// What encode_files() does for this verb: each thread counts words and makes no tokens.
-struct WordCounter {
-    PreTokenizer pre_tokenizer;
-    std::deque<WordCounts> of_threads;
-
-    Encoding encoding() {
-        return {0xFFFF, [this]() -> EncodeText {
-                    return [this, &counts = of_threads.emplace_back(), word = std::string()](
-                               const char* text, size_t n, std::vector<uint16_t>&) mutable {
-                        for (size_t at = 0, end; at < n; at = end) {
-                            end = pre_tokenizer.piece_end(text, n, at);
-                            word.assign(text + at, end - at);
-                            counts[word]++;
-                        }
-                    };
-                }};
-    }
-
-    // Those of all threads together; afterwards there are none.
-    WordCounts take() {
-        WordCounts all = std::move(of_threads.front());
-        of_threads.pop_front();
-        for (; !of_threads.empty(); of_threads.pop_front())
-            for (const auto& [word, count] : of_threads.front()) all[word] += count;
-        return all;
-    }
-};
+// What a thread of encode_files() does for this verb: it counts words and makes no tokens.
+inline EncodeText count_words(WordCounts& counts) {
+    return [&counts, pre_tokenizer = PreTokenizer(), word = std::string()](const char* text, size_t n,
+                                                                           std::vector<uint16_t>&) mutable {
+        for (size_t at = 0, end; at < n; at = end) {
+            end = pre_tokenizer.piece_end(text, n, at);
+            word.assign(text + at, end - at);
+            counts[word]++;
+        }
+    };
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Merging.
@@ -196,16 +180,20 @@ inline void train_vocabulary(TokenizeOptions options) {
     require_empty_folder(options.out, "vocabulary");
     const std::string separator = read_separator(options.split_documents);
     const TextInputs inputs(options.in, "vocabulary", options.skip_bad);
-    WordCounter counter;
+    std::vector<WordCounts> of_threads(static_cast<size_t>(options.threads));
+    std::vector<EncodeText> counters;
+    for (WordCounts& counts : of_threads) counters.push_back(count_words(counts));
     size_t documents = 0;
-    const TokenizeCounts read = encode_files("vocabulary", options, inputs, separator, counter.encoding(),
+    const TokenizeCounts read = encode_files("vocabulary", options, inputs, separator, 0xFFFF, std::move(counters),
                                              [&](const TokenBlock& block) { documents += block.documents.size(); });
     if (options.prints_summary) warn_of_oddities(options, inputs, read);
     require_text(options, inputs, documents);
 
     const Progress progress("merging words");
     uint64_t words = 0;
-    WordCounts counts = counter.take();
+    WordCounts counts = std::move(of_threads[0]);
+    for (size_t i = 1; i < of_threads.size(); i++)
+        for (const auto& [word, count] : std::exchange(of_threads[i], {})) counts[word] += count;
     for (const auto& word : counts) words += word.second;
     const size_t distinct = counts.size();
     BpeTrainer bpe(counts);

@@ -170,23 +170,21 @@ inline void find_oddities(const char* text, size_t n, const std::string& path, u
     }
 }
 
-// Appends the tokens of the n bytes at `text`.
+// Appends the tokens of the n bytes at `text`; for one thread.
 using EncodeText = std::function<void(const char* text, size_t n, std::vector<uint16_t>& tokens)>;
 
-// What is done with the documents. By a tokenizer, which must live as long, they become tokens.
-struct Encoding {
-    uint16_t end_of_text;                      // stands before every document
-    std::function<EncodeText()> make_encoder;  // for one thread
+// For so many threads; the tokenizer must live as long.
+inline std::vector<EncodeText> encoders_of(const Tokenizer& tokenizer, int threads) {
+    std::vector<EncodeText> encoders;
+    for (int i = 0; i < threads; i++)
+        encoders.push_back(
+            [encoder = Encoder(tokenizer)](const char* text, size_t n, std::vector<uint16_t>& tokens) mutable {
+                encoder.append(text, n, tokens);
+            });
+    return encoders;
+}
 
-    Encoding(uint16_t mark, std::function<EncodeText()> make) : end_of_text(mark), make_encoder(std::move(make)) {}
-    Encoding(const Tokenizer& tokenizer)
-        : Encoding(tokenizer.end_of_text, [&tokenizer]() -> EncodeText {
-              return [encoder = Encoder(tokenizer)](const char* text, size_t n, std::vector<uint16_t>& tokens) mutable {
-                  encoder.append(text, n, tokens);
-              };
-          }) {}
-};
-
+// end_of_text: stands before every document.
 inline void encode_block(TokenBlock& block, uint16_t end_of_text, const EncodeText& append) {
     const bool nul_is_end_of_text = end_of_text == 0;
     const auto encode = [&](const char* text, size_t n, bool begins_document) {
@@ -222,9 +220,8 @@ inline void encode_block(TokenBlock& block, uint16_t end_of_text, const EncodeTe
 // oldest.
 class BlockEncoders {
   public:
-    BlockEncoders(const Encoding& encoding, int threads)
-        : end_of_text(encoding.end_of_text), encoders(static_cast<size_t>(threads)) {
-        for (One& one : encoders) one.append = encoding.make_encoder();
+    BlockEncoders(uint16_t mark, std::vector<EncodeText> of_threads) : end_of_text(mark), encoders(of_threads.size()) {
+        for (size_t i = 0; i < encoders.size(); i++) encoders[i].append = std::move(of_threads[i]);
     }
 
     // Waits for the oldest block, gives its encoder this one, or none, and returns the oldest; null where there is
@@ -525,13 +522,15 @@ struct TokenizeCounts {
     double seconds = 0;
 };
 
-// Reads and encodes all the files; calls use_tokens(block) with each block in their order. verb: for the progress.
+// Reads and encodes all the files; calls use_tokens(block) with each block in their order. verb: for the progress;
+// end_of_text: stands before every document; of_threads: what each thread does with the documents.
 inline TokenizeCounts encode_files(const char* verb, const TokenizeOptions& options, const TextInputs& inputs,
-                                   const std::string& separator, const Encoding& encoding,
+                                   const std::string& separator, uint16_t end_of_text,
+                                   std::vector<EncodeText> of_threads,
                                    const std::function<void(const TokenBlock&)>& use_tokens) {
     TokenizeCounts counts;
     Progress progress(verb, double(inputs.bytes()));
-    BlockEncoders encoders(encoding, options.threads);
+    BlockEncoders encoders(end_of_text, std::move(of_threads));
     const PreTokenizer pre_tokenizer{};
     const auto take = [&](const std::unique_ptr<TokenBlock>& block) {
         if (!block) return;
@@ -642,8 +641,9 @@ inline void tokenize_files(const TokenizeOptions& options) {
     ShardWriter val(options.out, "val", 0, options.shard_tokens, tokenizer.vocab_size(), tokenizer.digest());
 
     TokenSpool spool(options.out);
-    const TokenizeCounts counts = encode_files("tokenize", options, inputs, separator, tokenizer,
-                                               [&](const TokenBlock& block) { spool.write(block); });
+    const TokenizeCounts counts =
+        encode_files("tokenize", options, inputs, separator, tokenizer.end_of_text,
+                     encoders_of(tokenizer, options.threads), [&](const TokenBlock& block) { spool.write(block); });
     const size_t documents = spool.documents.size();
     if (options.prints_summary) warn_of_oddities(options, inputs, counts);
     require_text(options, inputs, documents);

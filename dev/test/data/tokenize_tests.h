@@ -25,8 +25,9 @@ struct TokenizeFixture {
     }
     // What reading the inputs as bytes counts.
     TokenizeCounts counts(const std::string& separator = "") {
-        return encode_files("tokenize", options, TextInputs(options.in, "tokenize"), separator, Tokenizer::bytes(),
-                            [](const TokenBlock&) {});
+        const Tokenizer bytes = Tokenizer::bytes();
+        return encode_files("tokenize", options, TextInputs(options.in, "tokenize"), separator, bytes.end_of_text,
+                            encoders_of(bytes, options.threads), [](const TokenBlock&) {});
     }
     // All shards of a split one after the other, checked field by field.
     std::vector<uint16_t> shards(const std::string& split, int first_index, size_t expected_files) {
@@ -423,7 +424,8 @@ TEST(tokenize_does_not_depend_on_threads_or_blocks) {
             const auto take = [&](const TokenBlock& block) {
                 found.insert(found.end(), block.tokens.begin(), block.tokens.end());
             };
-            encode_files("tokenize", f.options, TextInputs(f.options.in, "tokenize"), separator, tokenizer, take);
+            encode_files("tokenize", f.options, TextInputs(f.options.in, "tokenize"), separator, tokenizer.end_of_text,
+                         encoders_of(tokenizer, threads), take);
             CHECK_EQUAL(show_ids(found), show_ids(expected));
             CHECK(found == expected);
         }
