@@ -2,9 +2,9 @@
 //
 // Each document is about one to three people whose names exist nowhere else ("QVXK finds a lamp. the cook sells the
 // drum."). The letters of a name are drawn anew for every document, so a model that cannot see an earlier mention loses
-// ln 26 = 3.258 per letter. Who was mentioned stays away for at least min_distance bytes, which is further than two
-// layers with the window of the `tiny` preset reach; so the loss on names that come back shows whether the compressed
-// and selected branches are used. Everything else is a small grammar about strangers without a name.
+// ln 26 = 3.258 per letter. Who was mentioned stays away for at least SYNTHETIC_NEAREST bytes, which is further than
+// two layers with the window of the `tiny` preset reach; so the loss on names that come back shows whether the
+// compressed and selected branches are used. Everything else is a small grammar about strangers without a name.
 //
 // Documents about one person are the easy ones: whoever finds the capitals knows which letters may come. Those about
 // three ask for the letter after the same letters. Together they teach in 2 M tokens what names among many names do not
@@ -16,16 +16,13 @@
 #pragma once
 #include "../base/random.h"
 
-struct SyntheticOptions {
-    int document_bytes = 256;  // including the separator, byte 0, in front
-    int max_names = 3;         // a document has 1 to this many people with a name, each number as often
-    int letters = 4;           // of a name
-    // A person comes back with the first sentence that begins so many bytes or more behind the last mention: drawn
-    // uniformly from this range for every mention.
-    int min_distance = 64;
-    int max_distance = 112;
-};
-constexpr int SYNTHETIC_ALPHABET = 26;  // a name's letters are drawn from these: guessing one costs ln 26
+constexpr int SYNTHETIC_DOCUMENT = 256;  // bytes, including the separator, byte 0, in front
+constexpr int SYNTHETIC_NAMES = 3;       // a document has 1 to this many people with a name, each number as often
+constexpr int SYNTHETIC_LETTERS = 4;     // of a name
+constexpr int SYNTHETIC_ALPHABET = 26;   // a name's letters are drawn from these: guessing one costs ln 26
+// A person comes back with the first sentence that begins so many bytes or more behind the last mention: drawn
+// uniformly from this range for every mention.
+constexpr int SYNTHETIC_NEAREST = 64, SYNTHETIC_FARTHEST = 112;
 
 struct SyntheticCorpus {
     std::vector<uint16_t> tokens;
@@ -68,9 +65,8 @@ inline void append_synthetic_sentence(std::string& text, SyntheticRandom& random
     ((text += random.below(2) ? " a " : " the ") += random.pick(things)) += ". ";
 }
 
-// Appends document number `document` to the corpus: exactly options.document_bytes tokens, the last sentence cut off.
-inline void append_synthetic_document(SyntheticCorpus& corpus, uint64_t seed, uint64_t document,
-                                      const SyntheticOptions& options) {
+// Appends document number `document` to the corpus; the last sentence is cut off.
+inline void append_synthetic_document(SyntheticCorpus& corpus, uint64_t seed, uint64_t document) {
     static const char* const strangers[] = {"king", "cook", "baker", "child", "doctor", "farmer", "man", "woman"};
     const auto stranger = [&](SyntheticRandom& random) { return std::string("the ") + random.pick(strangers); };
     SyntheticRandom random(seed, document);
@@ -79,11 +75,11 @@ inline void append_synthetic_document(SyntheticCorpus& corpus, uint64_t seed, ui
         size_t due;  // where the person may be mentioned next
         bool known;  // has been mentioned
     };
-    std::vector<Person> people(size_t(1 + random.below(options.max_names)), Person{"", 0, false});
+    std::vector<Person> people(size_t(1 + random.below(SYNTHETIC_NAMES)), Person{"", 0, false});
     for (Person& person : people)
-        for (int i = 0; i < options.letters; i++) person.name += char('A' + random.below(SYNTHETIC_ALPHABET));
+        for (int i = 0; i < SYNTHETIC_LETTERS; i++) person.name += char('A' + random.below(SYNTHETIC_ALPHABET));
 
-    const size_t length = size_t(options.document_bytes);
+    const size_t length = SYNTHETIC_DOCUMENT;
     std::string text(1, '\0');
     std::vector<uint8_t> is_answer(length, 0);
     // A stranger opens the document, so that nobody is found in its first block, which is always selected.
@@ -100,7 +96,7 @@ inline void append_synthetic_document(SyntheticCorpus& corpus, uint64_t seed, ui
         append_synthetic_sentence(text, random, next.name);
         for (size_t i = at + 2; next.known && i < std::min(at + next.name.size(), length); i++) is_answer[i] = 1;
         next.known = true;
-        next.due = at + size_t(options.min_distance + random.below(options.max_distance - options.min_distance + 1));
+        next.due = at + size_t(SYNTHETIC_NEAREST + random.below(SYNTHETIC_FARTHEST - SYNTHETIC_NEAREST + 1));
     }
     text.resize(length);
     for (const char c : text) corpus.tokens.push_back(uint8_t(c));
@@ -108,13 +104,12 @@ inline void append_synthetic_document(SyntheticCorpus& corpus, uint64_t seed, ui
 }
 
 // The first `tokens` tokens of the documents first_document, first_document + 1 ...; the last one may be cut short.
-inline SyntheticCorpus synthetic_corpus(uint64_t seed, size_t tokens, uint64_t first_document = 0,
-                                        const SyntheticOptions& options = {}) {
+inline SyntheticCorpus synthetic_corpus(uint64_t seed, size_t tokens, uint64_t first_document = 0) {
     SyntheticCorpus corpus;
-    corpus.tokens.reserve(tokens + size_t(options.document_bytes));
-    corpus.is_answer.reserve(tokens + size_t(options.document_bytes));
+    corpus.tokens.reserve(tokens + SYNTHETIC_DOCUMENT);
+    corpus.is_answer.reserve(tokens + SYNTHETIC_DOCUMENT);
     for (uint64_t document = first_document; corpus.tokens.size() < tokens; document++)
-        append_synthetic_document(corpus, seed, document, options);
+        append_synthetic_document(corpus, seed, document);
     corpus.tokens.resize(tokens);
     corpus.is_answer.resize(tokens);
     return corpus;

@@ -415,8 +415,7 @@ TEST(training_and_validation_files_are_disjoint) {
 // The synthetic corpus, read back as text by rules of its own.
 
 TEST(synthetic_names_come_back_from_afar) {
-    const SyntheticOptions options;
-    const int documents = 600, length = options.document_bytes, letters = options.letters;
+    const int documents = 600, length = SYNTHETIC_DOCUMENT, letters = SYNTHETIC_LETTERS;
     const SyntheticCorpus corpus = synthetic_corpus(5, size_t(documents) * length);
     std::map<char, int> drawn;
     std::map<size_t, int> crowds;  // documents by how many names they hold
@@ -457,9 +456,9 @@ TEST(synthetic_names_come_back_from_afar) {
         crowds[last.size()]++;
     }
     // A name comes back with the next sentence, or the one after two others that are due as well.
-    CHECK(shortest >= size_t(options.min_distance) && longest < size_t(options.max_distance) + 3 * 30);
+    CHECK(shortest >= SYNTHETIC_NEAREST && longest < SYNTHETIC_FARTHEST + 3 * 30);
     // Uniform, 5 sigma.
-    CHECK_EQUAL(int(crowds.size()), options.max_names);
+    CHECK_EQUAL(int(crowds.size()), SYNTHETIC_NAMES);
     for (const auto& crowd : crowds) CHECK_NEAR(crowd.second, documents / 3.0, 5 * std::sqrt(documents * 2.0 / 9));
     CHECK_EQUAL(int(drawn.size()), SYNTHETIC_ALPHABET);
     const double n = letters * double(all);
