@@ -201,10 +201,10 @@ inline std::string glob_literal(const std::string& path, const char* special = "
 
 // CRC-32C (Castagnoli: polynomial 0x1EDC6F41, reflected). Continues from `crc`, the checksum of the bytes before; start
 // with 0. A byte at a time by one table would be the slowest part of a checkpoint, so there is a table for each byte of
-// a word.
+// a word. They are constexpr since clang makes constants of them by itself, and g++'s objects would write into those.
 inline uint32_t crc32c(uint32_t crc, const void* data, size_t bytes) {
-    static const auto of = [] {  // of[k][b]: byte b with k zero bytes behind it
-        std::array<std::array<uint32_t, 256>, 8> tables;
+    static constexpr auto of = [] {  // of[k][b]: byte b with k zero bytes behind it
+        std::array<std::array<uint32_t, 256>, 8> tables{};
         for (int k = 0; k < 8; k++)
             for (uint32_t b = 0; b < 256; b++) {
                 uint32_t r = b;
