@@ -39,19 +39,25 @@ ifeq ($(GPU),hip)
   ifndef GPU_ARCH
     GPU_ARCH := $(or $(shell rocminfo 2>/dev/null | grep -om1 'gfx[0-9a-f]*'),gfx1030)
   endif
+  # Waves of 32 lanes, which the kernels need, are RDNA's: gfx10 and later.
+  $(if $(filter gfx6% gfx7% gfx8% gfx9%,$(subst $(comma),$(space),$(GPU_ARCH))),$(error GPU=hip GPU_ARCH=$(GPU_ARCH): \
+    the kernels need waves of 32 lanes$(comma) which GPUs before gfx1010 (GCN$(comma) CDNA) do not have: expected an \
+    RDNA GPU such as gfx1030 or gfx1100$(comma) or leave GPU=hip out to train on the processor))
+  # Else hipcc looks for nvcc where its clang++ has another name, as on Ubuntu 24.04.
+  export HIP_PLATFORM := amd
   PRECISION ?= FP32
   HAVE_HIP := $(shell command -v hipcc)
   $(if $(HAVE_HIP),,$(error GPU=hip needs hipcc, which is not here: apt-get install hipcc, or leave GPU=hip out))
   $(if $(filter FP32,$(PRECISION)),,$(error GPU=hip with PRECISION=$(PRECISION): AMD's GPUs have FP32 only))
   LINK := hipcc --offload-arch=$(GPU_ARCH) -pthread $(LDFLAGS)
   COMPILE := hipcc --offload-arch=$(GPU_ARCH) -pthread -x hip -std=c++17 -O2 -Wall -Wno-unknown-pragmas \
-    -Wno-unused-result -Wno-deprecated-declarations $(if $(WERROR),-Werror) $(MARCH:%=-march=%) \
+    -Wno-unused-result -Wno-unused-value -Wno-deprecated-declarations $(if $(WERROR),-Werror) $(MARCH:%=-march=%) \
     $(filter -D% -I%,$(FLAGS)) -DUSE_CUDA -DPRECISION_FP32 -DNO_CUBLAS $(CPPFLAGS) $(CXXFLAGS)
   HAVE_COMPILER := hipcc $(shell hipcc --version 2>/dev/null | sed -n 's/^HIP version: //p') beside $(CXX)
   COMPILER := HIP
   HAVE_PORT := $(HAVE_HIP)
   PORT_NAME := hipcc$(space)$(space)
-  PORT_TEXT := $(GPU_ARCH): compiled$(comma) never run; PRECISION=$(PRECISION)
+  PORT_TEXT := $(GPU_ARCH): never run on a GPU; PRECISION=$(PRECISION)
 else ifneq ($(strip $(GPU)),cuda)
   # Another engine, by the host's compiler; train_nsa.cu takes it in. Its port.mk sets PORT_LIBS and what `make info`
   # says of it.
