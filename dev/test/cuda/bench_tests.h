@@ -68,10 +68,9 @@ TEST(cuda_bench_step_runs) {
         CHECK_EQUAL(perf_on<Cuda>(dev, c, 1, 64, report.file), 0);
         CHECK(report.text().find("\nresult: ") != std::string::npos);
         std::vector<const char*> names = {"embedding_forward", "rmsnorm_backward", "classifier", "adamw"};
+        const char* const sum = dev.plain_attention ? "combine_forward" : "attention_forward, selected, window, sum";
         if (full) names.push_back("attention_forward, full attention");
-        else
-            names.insert(names.end(),
-                         {"attention_forward, selected, window, sum", "select_blocks", "compress_backward"});
+        else names.insert(names.end(), {sum, "select_blocks", "compress_backward"});
         for (const char* name : names) {
             REQUIRE(dev.times.count(name) == 1);
             CHECK(dev.times.at(name).seconds > 0 && dev.times.at(name).calls > 0);
