@@ -120,7 +120,6 @@ test_long: $(EMULATOR_PROGRAMS) $(BUILD)/tests train_nsa $(EMULATED)
 	    dev/opencl_check.sh 'dev/other_machines_check.sh amd' \
 	    $(if $(HAVE_CUDA),dev/kernel_report.sh) dev/launcher_check.sh 'dev/test/mutants.sh --sample 2' \
 	    '$(BUILD)/cuda_tests --long' $(LONG_EMULATOR_TESTS)
-# The program for AMD's GPUs, compiled and linked, never run
 hip_check:
 	dev/other_machines_check.sh amd
 goldens: train_nsa

@@ -3,7 +3,7 @@
 #     aarch64   Linux: built by Debian's cross compiler, run by qemu-user, `check` and six steps, whose losses are
 #               compared with those of this machine's ./train_nsa
 #     clang     by zig's clang: macOS on Apple's processors, compiled and linked; musl (Alpine), which runs here
-#     amd       AMD's GPUs: compiled and linked by hipcc with the device tests; counts the kernels in the machine code
+#     amd       AMD's GPUs: compiled by hipcc with the device tests; a step without a GPU; counts the kernels in it
 #     dev/other_machines_check.sh [PART...]        BUILD=build GPU_ARCH=gfx1030; all parts without a word
 # As root it installs what it needs with apt-get; zig comes from PyPI into a temporary folder. What cannot be had is
 # said and left out. Ends with "N passed, N failed".
@@ -53,12 +53,12 @@ has_kernels() {
         "$llvm/llvm-readelf" --dyn-syms --wide "$work/code_object" | grep '\.kd$'
 }
 amd() {
-    if ! have hipcc hipcc; then
-        skipped "no hipcc, so nothing was built for AMD's GPUs"
-        return
-    fi
-    good "$arch: builds" build_once "$build/hip" GPU=hip GPU_ARCH="$arch" "$build/hip/train_nsa" \
-        "$build/hip/test_device" || return
+    have hipcc hipcc || { skipped "no hipcc, so nothing was built for AMD's GPUs" && return; }
+    # Not in one piece: g++ compiles some of it, hipcc the rest, and both have to agree on what they share.
+    good "$arch: builds" env MAKEFLAGS= make -s WERROR=1 BUILD="$build/hip" GPU=hip GPU_ARCH="$arch" \
+        "$build/hip/train_nsa" "$build/hip/test_device" || return
+    good "$arch: a step on the processor, and a checkpoint" "$build/hip/train_nsa" --device cpu --model tiny \
+        --seq-len 64 --total-batch 64 --batch 1 --steps 1 --sample-tokens 0 --eval-batches 1 --out "$work/hip"
     good "$arch: the program holds kernels for it" has_kernels && echo "     $(wc -l <"$work/output") of them"
 }
 
