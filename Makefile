@@ -9,7 +9,7 @@
 #   MARCH=native                            the processor to build for; MARCH= for a portable binary
 #   GPU_COMPUTE_CAPABILITY=90               GPU architecture; default: the GPU found here, else sm_80, sm_90a, PTX
 #   PRECISION=BF16|FP32                     of the CUDA engine; FP32 for diagnosis, and by itself for GPUs before sm_80
-#   GPU=hip GPU_ARCH=gfx1030                AMD's GPUs by hipcc, fp32 with plain kernels: compiled, never run
+#   GPU=hip GPU_ARCH=gfx1030                AMD's GPUs by hipcc, fp32, plain kernels: ran in emulation, never on a GPU
 #   GPU=opencl                              GPUs with a driver of OpenCL, fp32: ran on CPUs, never on a GPU
 #   WERROR=1                                warnings are errors          SAN=address,undefined   sanitizers
 #   V=1                                     prints whole commands        BUILD=build             where objects go

@@ -1,6 +1,6 @@
 // hip_common.h: the seam to AMD's GPUs. lib/cuda/common.cuh includes it under hipcc (make GPU=hip), where nvcc finds
 // CUDA's headers and g++ the emulator: it gives HIP's functions the names that the program knows, for waves of 32
-// (RDNA, such as gfx1030). COMPILED, NEVER RUN: nobody here has such a GPU.
+// (RDNA, such as gfx1030). NEVER RUN ON A GPU: dev/PORTING.md says what an emulator has executed.
 //
 // What is here serves PRECISION=FP32: row kernels, plain attention, the plain matrix product. Tensor-core attention
 // needs stand-ins for mma_m16n8k16, ldmatrix_x4, cp_async_16 (WMMA has other fragments), and tile shapes; NCCL's part
