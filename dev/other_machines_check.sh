@@ -3,14 +3,15 @@
 #     aarch64   Linux: built by Debian's cross compiler, run by qemu-user, `check` and six steps, whose losses are
 #               compared with those of this machine's ./train_nsa
 #     clang     by zig's clang: macOS on Apple's processors, compiled and linked; musl (Alpine), which runs here
-#     amd       AMD's GPUs: compiled by hipcc with the device tests; a step without a GPU; counts the kernels in it
-#     dev/other_machines_check.sh [PART...]        BUILD=build GPU_ARCH=gfx1030; all parts without a word
+#     amd       AMD's GPUs, of waves of 32 lanes and of 64: compiled by hipcc with the device tests; a step without a
+#               GPU; counts the kernels in it
+#     dev/other_machines_check.sh [PART...]        BUILD=build GPU_ARCH=gfx1030,gfx90a; all parts without a word
 # As root it installs what it needs with apt-get; zig comes from PyPI into a temporary folder. What cannot be had is
 # said and left out. Ends with "N passed, N failed".
 set -uo pipefail
 . "$(dirname "$0")/checks.sh"
 # shellcheck disable=SC2317  # a part is called by its name
-build=${BUILD:-build} arch=${GPU_ARCH:-gfx1030} llvm=${LLVM:-/usr/lib/llvm-15/bin}
+build=${BUILD:-build} arch=${GPU_ARCH:-gfx1030,gfx90a} llvm=${LLVM:-/usr/lib/llvm-15/bin}
 # build FOLDER SETTING...: the plain CPU program in a folder of its own.
 build() {
     build_once "$@" NO_CUDA=1 NO_MPI=1 "$1/train_nsa"
@@ -45,12 +46,15 @@ clang() {
     rm -f a.o a.out  # which zig leaves where a probe links to /dev/null
 }
 
-# Each kernel has a descriptor, NAME.kd, in the code object within the program.
+# Each kernel has a descriptor, NAME.kd, in the code objects within the program, of which there is one for each GPU.
 has_kernels() {
-    objcopy --dump-section ".hip_fatbin=$work/fatbin" "$build/hip/train_nsa" /dev/null &&
-        "$llvm/clang-offload-bundler" --unbundle --type=o --targets="hipv4-amdgcn-amd-amdhsa--$arch" \
+    local each
+    objcopy --dump-section ".hip_fatbin=$work/fatbin" "$build/hip/train_nsa" /dev/null || return
+    for each in ${arch//,/ }; do
+        "$llvm/clang-offload-bundler" --unbundle --type=o --targets="hipv4-amdgcn-amd-amdhsa--$each" \
             --input="$work/fatbin" --output="$work/code_object" &&
-        "$llvm/llvm-readelf" --dyn-syms --wide "$work/code_object" | grep '\.kd$'
+            "$llvm/llvm-readelf" --dyn-syms --wide "$work/code_object" | grep '\.kd$' || return
+    done
 }
 amd() {
     have hipcc hipcc || { skipped "no hipcc, so nothing was built for AMD's GPUs" && return; }

@@ -39,10 +39,6 @@ ifeq ($(GPU),hip)
   ifndef GPU_ARCH
     GPU_ARCH := $(or $(shell rocminfo 2>/dev/null | grep -om1 'gfx[0-9a-f]*'),gfx1030)
   endif
-  # Waves of 32 lanes, which the kernels need, are RDNA's: gfx10 and later.
-  $(if $(filter gfx6% gfx7% gfx8% gfx9%,$(subst $(comma),$(space),$(GPU_ARCH))),$(error GPU=hip GPU_ARCH=$(GPU_ARCH): \
-    the kernels need waves of 32 lanes$(comma) which GPUs before gfx1010 (GCN$(comma) CDNA) do not have: expected an \
-    RDNA GPU such as gfx1030 or gfx1100$(comma) or leave GPU=hip out to train on the processor))
   # Else hipcc looks for nvcc where its clang++ has another name, as on Ubuntu 24.04.
   export HIP_PLATFORM := amd
   PRECISION ?= FP32

@@ -1,6 +1,7 @@
 // hip_common.h: the seam to AMD's GPUs. lib/cuda/common.cuh includes it under hipcc (make GPU=hip), where nvcc finds
 // CUDA's headers and g++ the emulator: it gives HIP's functions the names that the program knows, for waves of 32
-// (RDNA, such as gfx1030). NEVER RUN ON A GPU: dev/PORTING.md says what an emulator has executed.
+// lanes (RDNA, such as gfx1030) and of 64 (CDNA, such as gfx90a). NEVER RUN ON A GPU: dev/PORTING.md says what an
+// emulator has executed.
 //
 // What is here serves PRECISION=FP32: row kernels, plain attention, the plain matrix product. Tensor-core attention
 // needs stand-ins for mma_m16n8k16, ldmatrix_x4, cp_async_16 (WMMA has other fragments), and tile shapes; NCCL's part
@@ -93,11 +94,8 @@ cudaError_t name_of_code(std::string& name, const cudaDeviceProp& properties, Ke
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Warps, which are waves of 32. HIP's functions take no mask: all lanes that have not left take part, in lockstep.
-
-#if defined(__HIP_DEVICE_COMPILE__) && (defined(__GFX8__) || defined(__GFX9__))
-#error "the kernels need waves of 32 lanes: --offload-arch=gfx1030 or another RDNA GPU"
-#endif
+// Warps. A wave of RDNA's has 32 lanes and is a warp; one of CDNA's has 64 and is two warps, of which either may have
+// left or be elsewhere. HIP's functions take no mask: all lanes that are there take part, in lockstep.
 
 // The names are ours, since ROCm has functions of CUDA's names from 6.2 on, whose masks have 64 bits.
 template <class T>
@@ -112,8 +110,11 @@ template <class T>
 __device__ inline T wave_shfl_up(unsigned, T value, unsigned delta) {
     return __shfl_up(value, delta, 32);
 }
-__device__ inline unsigned wave_ballot(unsigned, int predicate) { return unsigned(__ballot(predicate)); }
-__device__ inline int wave_any(unsigned, int predicate) { return __any(predicate); }
+// The own warp's half of the wave's ballot.
+__device__ inline unsigned wave_ballot(unsigned, int predicate) {
+    return unsigned(__ballot(predicate) >> (__lane_id() & 32));
+}
+__device__ inline int wave_any(unsigned mask, int predicate) { return wave_ballot(mask, predicate) != 0; }
 // Lanes run in lockstep, so it is the compiler and the order of memory that have to be held.
 __device__ inline void wave_sync() {
     __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "wavefront");
