@@ -77,5 +77,5 @@ inline std::string why_no_gpu(const GpuSearch& s) {
             "the NVIDIA driver knows CUDA %s at most and this program was built with CUDA %s: update the driver, or "
             "build again with a toolkit of CUDA %d (make NVCC=.../nvcc)",
             cuda_version_text(s.driver), cuda_version_text(s.toolkit), s.driver / 1000);
-    return "CUDA finds no GPU: " + s.error;
+    return s.engine.name + " finds no GPU: " + s.error;
 }

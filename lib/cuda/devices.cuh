@@ -35,6 +35,12 @@ inline GpuSearch search_for_cuda(bool fp32) {
     search.broken =
         search.nvidia_module && error != cudaSuccess && error != cudaErrorNoDevice && !search.driver_too_old;
     search.error = cudaGetErrorString(error);
+#ifdef __HIP__
+    if (search.count == 0)
+        search.error +=
+            "; rocminfo must list one: a user needs the groups video and render, a container --device "
+            "/dev/kfd --device /dev/dri";
+#endif
 #ifdef __CUDACC__
     if (error == cudaErrorSystemNotReady) search.error += "; systemctl start nvidia-fabricmanager";
     cudaRuntimeGetVersion(&search.toolkit);

@@ -136,6 +136,8 @@ TEST(no_gpu_has_its_own_reason_and_remedy) {
     search.driver_too_old = false;
     search.error = "no CUDA-capable device is detected";
     CHECK(holds(why_no_gpu(search), "CUDA finds no GPU: no CUDA-capable device is detected"));
+    search.engine.name = "HIP";
+    CHECK(holds(why_no_gpu(search), "HIP finds no GPU"));
 }
 
 // What a call of printf's kind has at text[at], behind its bracket: conversions of its format, and values; {-1, -1}
